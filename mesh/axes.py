@@ -1,0 +1,140 @@
+"""The named device mesh `(pp, ring, ulysses)` and the shapes that it may have."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+PP, RING, ULYSSES = "pp", "ring", "ulysses"
+AXES = (PP, RING, ULYSSES)
+SEQUENCE_AXES = (RING, ULYSSES)  # the axes over which the tokens of a chunk are split
+PER_DEVICE = PartitionSpec(*AXES)  # of arrays that lead with the axes of the mesh
+
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshShape:
+    """How many devices each axis of the mesh has.
+
+    Attributes:
+      pp: pipeline stages.
+      ring: ranks of the ring that passes keys and values (ring attention).
+      ulysses: ranks that exchange sequence shards for head shards (Ulysses attention).
+
+    Raises:
+      ValueError: a degree is not a positive integer.
+    """
+
+    pp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+                raise ValueError(f"mesh axis {axis} must be a positive integer, not {degree!r}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the mesh uses."""
+        return self.pp * self.ring * self.ulysses
+
+    def __str__(self) -> str:
+        return f"{self.pp}x{self.ring}x{self.ulysses}"
+
+    def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Raises ValueError when attention heads cannot be split over the ulysses axis.
+
+        A ulysses degree above the number of KV heads is served by replicating each KV head, so one must divide the
+        other.
+        """
+        if num_heads % self.ulysses:
+            allowed = [u for u in range(1, num_heads + 1) if num_heads % u == 0 and _kv_fits(u, num_kv_heads)]
+            raise ValueError(
+                f"ulysses={self.ulysses} does not divide the {num_heads} query heads; allowed values: {allowed}"
+            )
+        if not _kv_fits(self.ulysses, num_kv_heads):
+            allowed = [u for u in range(1, num_heads + 1) if num_heads % u == 0 and _kv_fits(u, num_kv_heads)]
+            raise ValueError(
+                f"ulysses={self.ulysses} neither divides nor is a multiple of the {num_kv_heads} KV heads; "
+                f"allowed values: {allowed}"
+            )
+
+
+def _kv_fits(ulysses: int, num_kv_heads: int) -> bool:
+    return num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the device mesh, ulysses innermost so that its groups stay on one host where that is possible.
+
+    Args:
+      shape: the degrees of the axes.
+      devices: the devices to use, in any order; all devices of all processes by default.
+
+    Raises:
+      ValueError: the mesh needs more devices than there are, or would leave a process without a device of the mesh.
+    """
+    available = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    if shape.num_devices > len(available):
+        raise ValueError(
+            f"the mesh {shape} (pp x ring x ulysses) needs {shape.num_devices} devices, but there are "
+            f"{len(available)}"
+        )
+    chosen = _take_evenly(available, shape.num_devices)
+    left_out = {d.process_index for d in available} - {d.process_index for d in chosen}
+    if left_out:
+        raise ValueError(
+            f"the mesh {shape} uses {shape.num_devices} of {len(available)} devices, which leaves processes "
+            f"{sorted(left_out)} without any; start fewer processes or use a larger mesh"
+        )
+    grid = np.array(chosen, dtype=object).reshape(shape.pp, shape.ring, shape.ulysses)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _take_evenly(devices: list[jax.Device], count: int) -> list[jax.Device]:
+    """The first devices of every process, the same number of each where the count allows."""
+    by_process: dict[int, list[jax.Device]] = collections.defaultdict(list)
+    for device in devices:
+        by_process[device.process_index].append(device)
+    if count % len(by_process) == 0 and all(len(d) >= count // len(by_process) for d in by_process.values()):
+        return [d for group in by_process.values() for d in group[: count // len(by_process)]]
+    return devices[:count]
+
+
+def varying(tree: Tree) -> Tree:
+    """Declares that arrays differ from device to device, as the carry of a loop must when the loop makes them differ."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def mesh_shape(mesh: Mesh) -> MeshShape:
+    """The degrees of a mesh made by `make_mesh`."""
+    return MeshShape(pp=mesh.shape[PP], ring=mesh.shape[RING], ulysses=mesh.shape[ULYSSES])
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """A table of the mesh for the start-up log: one line per ulysses group, with process and device ids."""
+    lines = [f"mesh {mesh_shape(mesh)} (pp x ring x ulysses), {mesh.devices.size} devices"]
+    split_groups = 0
+    for pp, ring in np.ndindex(mesh.devices.shape[:2]):
+        group = mesh.devices[pp, ring]
+        hosts = sorted({d.process_index for d in group})
+        split_groups += len(hosts) > 1
+        names = " ".join(f"{d.process_index}:{d.id}" for d in group)
+        lines.append(f"  pp {pp} ring {ring}: process:device {names} ({group[0].device_kind})")
+    if split_groups:
+        lines.append(f"  {split_groups} ulysses groups span several processes")
+    return "\n".join(lines)

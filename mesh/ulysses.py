@@ -1,0 +1,47 @@
+"""Ulysses: exchange sequence shards for head shards before attention and back after it (arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from slope_jax.mesh.axes import ULYSSES
+
+
+def scatter_heads(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives every ulysses rank all tokens of its ring rank for its share of the heads, in one exchange.
+
+    Where the degree exceeds the number of KV heads, each KV head is sent to the ranks of its query heads: rank u gets KV
+    head `u * K // ulysses`.
+
+    Args:
+      q_TNH: queries of this device's tokens, all N heads.
+      k_TKH: keys, all K heads.
+      v_TKH: values, all K heads.
+
+    Returns:
+      Queries `[slots, N / ulysses, H]` and keys followed by values `[slots, 2 max(K / ulysses, 1), H]`, by slot.
+    """
+    ranks = jax.lax.axis_size(ULYSSES)
+    rows, _, head_dim = q_TNH.shape
+    repeats = max(ranks // k_TKH.shape[1], 1)
+    k, v = (jnp.repeat(x, repeats, axis=1) for x in (k_TKH, v_TKH))
+    parts = [x.reshape(rows, ranks, -1, head_dim) for x in (q_TNH, k, v)]
+    mixed = jax.lax.all_to_all(jnp.concatenate(parts, axis=2), ULYSSES, split_axis=1, concat_axis=1)
+    mixed = mixed.reshape(rows * ranks, -1, head_dim)
+    query_heads = q_TNH.shape[1] // ranks
+    return mixed[:, :query_heads], mixed[:, query_heads:]
+
+
+def gather_heads(out_TNH: jax.Array) -> jax.Array:
+    """Undoes `scatter_heads` for the attention output.
+
+    Args:
+      out_TNH: `[slots, N / ulysses, H]`.
+
+    Returns:
+      `[rows, N * H]`: the device's own tokens with all heads.
+    """
+    ranks = jax.lax.axis_size(ULYSSES)
+    split = out_TNH.reshape(out_TNH.shape[0] // ranks, ranks, -1)
+    return jax.lax.all_to_all(split, ULYSSES, split_axis=1, concat_axis=1).reshape(split.shape[0], -1)
