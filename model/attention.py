@@ -1,0 +1,190 @@
+"""Blockwise softmax attention with sinks, over keys given by position (arXiv 2205.14135).
+
+Positions are data and ascend in every list of queries or keys, so which blocks a query block needs follows from two
+comparisons with the first and last position of each block. Blocks outside are not computed; blocks inside are computed
+without a mask; only those that the diagonal or the window's edge crosses are masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from slope_jax.mesh.axes import varying
+from slope_jax.mesh.layout import ChunkView
+from slope_jax.model.ops import precision_of
+
+LOG2_E = float(np.log2(np.e))  # softmax is done in powers of two: queries and sinks are scaled by this
+_FLOOR = -1e30  # the running maximum before any key; finite, so that no difference of infinities can arise
+
+
+class QueryBlocks(NamedTuple):
+    """The blocks of query slots to work on; a block never spans the gap between a rank's two segments.
+
+    Attributes:
+      start: first slot of each block.
+      end: first slot that no longer belongs to the block's segment.
+      count: how many blocks there are.
+    """
+
+    start: jax.Array
+    end: jax.Array
+    count: jax.Array
+
+    @staticmethod
+    def of(chunk: ChunkView, size: int) -> QueryBlocks:
+        """Divides a chunk's slots into blocks of at most `size`."""
+        first = -(-chunk.split // size)
+        second = -(-(chunk.num_tokens - chunk.split) // size)
+        i = jnp.arange(-(-chunk.positions_T.shape[0] // size) + 1)
+        start = jnp.where(i < first, i * size, chunk.split + (i - first) * size)
+        return QueryBlocks(start, jnp.where(i < first, chunk.split, chunk.num_tokens), first + second)
+
+
+class Partial(NamedTuple):
+    """Attention over the keys seen so far, all float32.
+
+    Attributes:
+      max_KTG: running maximum of the scores, in powers of two.
+      sum_KTG: sum of the exponentials, relative to the maximum.
+      out_KTGH: weighted sum of the values, relative to the maximum.
+      blocks: number of (query block, key block) products computed.
+    """
+
+    max_KTG: jax.Array
+    sum_KTG: jax.Array
+    out_KTGH: jax.Array
+    blocks: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Static parameters of an attention call.
+
+    Attributes:
+      block_q: query slots in a block.
+      block_kv: keys in a block.
+      window: how many keys a query sees, itself included; None for all.
+    """
+
+    block_q: int
+    block_kv: int
+    window: int | None = None
+
+
+def start_partial(sinks_N: jax.Array, tokens: int, kv_heads: int, head_dim: int, spec: AttentionSpec) -> Partial:
+    """The result before any key: the sink alone, which has weight but no value.
+
+    Args:
+      sinks_N: sink logits of the device's query heads.
+      tokens: query slots.
+      kv_heads: KV heads on this device.
+      head_dim: size of a head.
+      spec: the static parameters; the result has `block_q` slots more than `tokens`, so that no block is cut short.
+    """
+    shape = (kv_heads, tokens + spec.block_q, sinks_N.shape[0] // kv_heads)
+    sinks_KTG = jnp.broadcast_to((sinks_N * LOG2_E).reshape(kv_heads, 1, -1), shape)
+    maximum = jnp.maximum(sinks_KTG, _FLOOR)
+    zeros = jnp.zeros((*shape, head_dim), jnp.float32)
+    return varying(Partial(maximum, jnp.exp2(sinks_KTG - maximum), zeros, jnp.zeros((), jnp.int32)))
+
+
+def attend(
+    partial: Partial,
+    q_KTGH: jax.Array,
+    positions_T: jax.Array,
+    blocks: QueryBlocks,
+    kv_JSH: jax.Array,
+    positions_S: jax.Array,
+    spec: AttentionSpec,
+) -> Partial:
+    """Adds keys and values to a partial result.
+
+    Args:
+      partial: the result so far.
+      q_KTGH: queries scaled by `LOG2_E / sqrt(H)`, with `block_q` slots of padding at the end.
+      positions_T: the queries' positions, padded likewise.
+      blocks: the query blocks to work on.
+      kv_JSH: keys, then values, of the device's KV heads.
+      positions_S: their positions, ascending; negative or `PAD_POSITION` where there is no key.
+      spec: the static parameters; `block_kv` divides S.
+    """
+    kv_heads, _, group, head_dim = q_KTGH.shape
+    k_KSH, v_KSH = kv_JSH[:kv_heads], kv_JSH[kv_heads:]
+    block_q, block_kv = spec.block_q, spec.block_kv
+    first_S, last_S = positions_S[::block_kv], positions_S[block_kv - 1 :: block_kv]
+    precision = precision_of(q_KTGH.dtype)
+
+    def query_block(i: jax.Array, partial: Partial) -> Partial:
+        start, end = blocks.start[i], blocks.end[i]
+        rows = [jax.lax.dynamic_slice_in_dim(x, start, block_q, axis=1) for x in (*partial[:3], q_KTGH)]
+        q_KRH = rows[3].reshape(kv_heads, block_q * group, head_dim)
+        q_positions = jax.lax.dynamic_slice_in_dim(positions_T, start, block_q)
+        earliest, latest = q_positions[0], q_positions[jnp.minimum(block_q, end - start) - 1]
+        # Of the keys in ascending blocks, `earliest` sees whole blocks up to `whole`, `latest` parts of them up to
+        # `stop`, and none sees anything before `begin`.
+        stop = jnp.sum(first_S <= latest)
+        if spec.window is None:
+            begin = jnp.sum(last_S < 0)
+            whole = jnp.maximum(jnp.sum(last_S <= earliest), begin)
+        else:
+            begin = jnp.sum(last_S < jnp.maximum(earliest - spec.window + 1, 0))
+            whole = begin
+
+        def step(j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+            max_KR, sum_KR, out_KRH = carry
+            k, v = (jax.lax.dynamic_slice_in_dim(x, j * block_kv, block_kv, axis=1) for x in (k_KSH, v_KSH))
+            scores_KRS = jnp.einsum(
+                "KRH,KSH->KRS", q_KRH, k, precision=precision, preferred_element_type=jnp.float32
+            )
+            if masked:
+                key_positions = jax.lax.dynamic_slice_in_dim(positions_S, j * block_kv, block_kv)
+                mask_RS = jnp.repeat(_visible(q_positions, key_positions, spec.window), group, axis=0)
+                scores_KRS = jnp.where(mask_RS, scores_KRS, -jnp.inf)
+                # A slot without a key may hold anything, and zero times infinity is not zero.
+                is_key = (key_positions >= 0) & (key_positions <= latest)
+                v = jnp.where(is_key[:, None], v, 0)
+            new_max_KR = jnp.maximum(max_KR, jnp.max(scores_KRS, axis=-1))
+            weights_KRS = jnp.exp2(scores_KRS - new_max_KR[..., None])
+            scale_KR = jnp.exp2(max_KR - new_max_KR)
+            values_KRH = jnp.einsum(
+                "KRS,KSH->KRH",
+                weights_KRS.astype(v.dtype),
+                v,
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            sum_KR = sum_KR * scale_KR + jnp.sum(weights_KRS, axis=-1)
+            return new_max_KR, sum_KR, out_KRH * scale_KR[..., None] + values_KRH
+
+        carry = tuple(x.reshape(kv_heads, block_q * group, *x.shape[3:]) for x in rows[:3])
+        carry = jax.lax.fori_loop(begin, whole, lambda j, c: step(j, c, masked=False), carry)
+        carry = jax.lax.fori_loop(whole, stop, lambda j, c: step(j, c, masked=True), carry)
+        mine = start + jnp.arange(block_q) < end  # the rows after a segment's end belong to another block
+        updated = [
+            jax.lax.dynamic_update_slice_in_dim(
+                whole_x, jnp.where(mine.reshape(1, -1, *[1] * (old.ndim - 2)), new.reshape(old.shape), old), start, 1
+            )
+            for whole_x, old, new in zip(partial[:3], rows[:3], carry, strict=True)
+        ]
+        return Partial(*updated, partial.blocks + jnp.maximum(stop - begin, 0))
+
+    return jax.lax.fori_loop(0, blocks.count, query_block, partial)
+
+
+def finish_partial(partial: Partial, tokens: int) -> jax.Array:
+    """The attention output `[tokens, N, H]` in float32; zero for slots that saw neither a key nor a sink."""
+    weight_KTG1 = partial.sum_KTG[:, :tokens, :, None]
+    out_KTGH = partial.out_KTGH[:, :tokens] / jnp.where(weight_KTG1 == 0, 1, weight_KTG1)
+    kv_heads, _, group, head_dim = out_KTGH.shape
+    return out_KTGH.transpose(1, 0, 2, 3).reshape(tokens, kv_heads * group, head_dim)
+
+
+def _visible(q_positions: jax.Array, key_positions: jax.Array, window: int | None) -> jax.Array:
+    q, k = q_positions[:, None], key_positions[None, :]
+    oldest = 0 if window is None else jnp.maximum(q - window + 1, 0)
+    return (k <= q) & (k >= oldest)

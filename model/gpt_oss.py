@@ -1,0 +1,178 @@
+"""gpt-oss in Flax NNX, as the shards that one device of the mesh holds.
+
+Parameters are declared with their global shapes: layer parameters lead with the stage axis P, split over `pp` and
+replicated over `ring` and `ulysses`; embedding and unembedding are split over all devices. The modules are called
+inside `shard_map`, where the leading axis of the layer parameters has been taken off.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, mesh_shape
+from slope_jax.model import moe, mxfp4
+from slope_jax.model.config import GptOssConfig
+from slope_jax.model.ops import dot, rms_norm
+from slope_jax.model.params import param
+from slope_jax.model.stages import StagePlan
+
+MXFP4_BLOCK = 32  # values that share one scale, along the contraction
+
+
+class Attention(nnx.Module):
+    """The projections, norm and sinks of an attention block; q, k and v share one kernel, heads in that order."""
+
+    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike):
+        self.config = config
+        D, H = config.hidden_size, config.head_dim
+        N, C = config.num_heads, config.num_heads + 2 * config.num_kv_heads
+        self.norm = param((stages, D), jnp.float32, PP)
+        self.qkv_kernel = param((stages, D, C * H), dtype, PP)
+        self.qkv_bias = param((stages, C * H), jnp.float32, PP)
+        self.sinks = param((stages, N), jnp.float32, PP)
+        self.out_kernel = param((stages, N * H, D), dtype, PP)
+        self.out_bias = param((stages, D), jnp.float32, PP)
+
+    def project_in(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[T, N, H]`, keys and values `[T, K, H]` of the residual stream, float32, before RoPE."""
+        c = self.config
+        t_TD = rms_norm(x_TD, self.norm[...], c.rms_norm_eps)
+        c_TCH = (dot(t_TD, self.qkv_kernel[...]) + self.qkv_bias[...]).reshape(x_TD.shape[0], -1, c.head_dim)
+        q, k, v = jnp.split(c_TCH, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
+        return q, k, v
+
+    def project_out(self, out_TC: jax.Array) -> jax.Array:
+        """What the block adds to the residual stream, from the heads' outputs `[T, N * H]`; float32."""
+        return dot(out_TC, self.out_kernel[...]) + self.out_bias[...]
+
+
+class Experts(nnx.Module):
+    """Expert weights ready for use; the first F columns of `gate_up` are the gates, the last F the ups."""
+
+    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike):
+        E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up = param((stages, E, D, 2 * F), dtype, PP)
+        self.gate_up_bias = param((stages, E, 2 * F), jnp.float32, PP)
+        self.down = param((stages, E, F, D), dtype, PP)
+        self.down_bias = param((stages, E, D), jnp.float32, PP)
+
+    def read(self, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
+        """The kernels of one expert: gate_up `[D, 2F]` and down `[F, D]`."""
+        del dtype  # the weights have been stored in it
+        return self.gate_up[...][expert], self.down[...][expert]
+
+
+class PackedExperts(nnx.Module):
+    """Expert weights in MXFP4, as in the checkpoint but for the gate rows, which stand before the up rows."""
+
+    def __init__(self, config: GptOssConfig, stages: int):
+        E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up_blocks = param((stages, E, 2 * F, D // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
+        self.gate_up_scales = param((stages, E, 2 * F, D // MXFP4_BLOCK), jnp.uint8, PP)
+        self.gate_up_bias = param((stages, E, 2 * F), jnp.float32, PP)
+        self.down_blocks = param((stages, E, D, F // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
+        self.down_scales = param((stages, E, D, F // MXFP4_BLOCK), jnp.uint8, PP)
+        self.down_bias = param((stages, E, D), jnp.float32, PP)
+
+    def read(self, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
+        """The kernels of one expert, unpacked: gate_up `[D, 2F]` and down `[F, D]`."""
+        gate_up = mxfp4.unpack(self.gate_up_blocks[...][expert], self.gate_up_scales[...][expert], dtype)
+        down = mxfp4.unpack(self.down_blocks[...][expert], self.down_scales[...][expert], dtype)
+        return gate_up.T, down.T
+
+
+class MixtureOfExperts(nnx.Module):
+    """The norm, router and experts of a mixture-of-experts block."""
+
+    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike, packed: bool):
+        self.config = config
+        D, E = config.hidden_size, config.num_experts
+        self.norm = param((stages, D), jnp.float32, PP)
+        self.router_kernel = param((stages, D, E), dtype, PP)
+        self.router_bias = param((stages, E), jnp.float32, PP)
+        self.experts = PackedExperts(config, stages) if packed else Experts(config, stages, dtype)
+
+    def __call__(self, x_TD: jax.Array, valid_T: jax.Array) -> jax.Array:
+        """What the block adds to the residual stream of the valid tokens; float32."""
+        kernel = self.router_kernel[...]
+        t_TD = rms_norm(x_TD, self.norm[...], self.config.rms_norm_eps).astype(kernel.dtype)
+        routing = moe.route(dot(t_TD, kernel) + self.router_bias[...], self.config.experts_per_token)
+        experts = self.experts
+        return moe.grouped_mlp(
+            t_TD,
+            routing,
+            valid_T,
+            self.config,
+            lambda e: experts.read(e, kernel.dtype),
+            experts.gate_up_bias[...],
+            experts.down_bias[...],
+        )
+
+
+class DecoderLayer(nnx.Module):
+    """One layer slot of every stage."""
+
+    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike, packed: bool):
+        self.attention = Attention(config, stages, dtype)
+        self.moe = MixtureOfExperts(config, stages, dtype, packed)
+
+
+class GptOss(nnx.Module):
+    """The whole model.
+
+    The embedding is split by columns and the unembedding by rows of the vocabulary, each padded with zeros to a
+    multiple of the number of devices.
+    """
+
+    def __init__(self, config: GptOssConfig, plan: StagePlan, devices: int, dtype: DTypeLike, packed: bool):
+        V, D = config.vocab_size, config.hidden_size
+        self.config = config
+        self.embedding = param((V, _round_up(D, devices)), dtype, None, AXES)
+        self.layers = nnx.List([DecoderLayer(config, len(plan.layers), dtype, packed) for _ in plan.pattern])
+        self.final_norm = param((D,), jnp.float32)
+        self.unembedding = param((_round_up(V, devices), D), dtype, AXES)
+
+    def embed(self, ids_RWU: jax.Array) -> jax.Array:
+        """The embeddings of this device's tokens, float32 `[T, D]`.
+
+        Every device looks up all tokens of the chunk in its columns; the columns then go to the tokens' devices.
+
+        Args:
+          ids_RWU: the ids of a chunk by ring rank, row and ulysses rank, the same on all devices.
+        """
+        ring, rows, ulysses = ids_RWU.shape
+        columns = self.embedding[...][ids_RWU.transpose(0, 2, 1).reshape(ring * ulysses, rows)]
+        mine = jax.lax.all_to_all(columns, SEQUENCE_AXES, split_axis=0, concat_axis=2, tiled=True)
+        x_TD = jax.lax.all_gather(mine[0], PP, axis=1, tiled=True)
+        return x_TD[:, : self.config.hidden_size].astype(jnp.float32)
+
+    def unembed(self, x_D: jax.Array) -> jax.Array:
+        """The logits of this device's rows of the vocabulary, float32, for one token of the residual stream."""
+        kernel = self.unembedding[...]
+        return dot(rms_norm(x_D, self.final_norm[...], self.config.rms_norm_eps), kernel.T)
+
+
+def abstract_model(
+    config: GptOssConfig, plan: StagePlan, mesh: Mesh, dtype: DTypeLike, packed: bool
+) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
+    """The graph definition of a model and its state, whose leaves are `jax.ShapeDtypeStruct`s with shardings."""
+    shape = mesh_shape(mesh)
+    with jax.set_mesh(mesh):
+        model = nnx.eval_shape(lambda: GptOss(config, plan, shape.num_devices, dtype, packed))
+    graph, state = nnx.split(model)
+
+    def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, leaf.sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return graph, jax.tree.map(on_mesh, state)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

@@ -1,0 +1,18 @@
+"""How parameters are declared: once, with shape, dtype and sharding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+
+def param(shape: tuple[int, ...], dtype: DTypeLike, *spec: str | tuple[str, ...] | None) -> nnx.Param[jax.Array]:
+    """Declares a parameter of a global shape, split over mesh axes as `spec` says.
+
+    Modules are only ever built under `nnx.eval_shape`, so the zeros are shapes and nothing is allocated: the values
+    come from a checkpoint.
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=PartitionSpec(*spec))
