@@ -1,0 +1,455 @@
+"""The prefill engine: a checkpoint on a device mesh that turns prompts into first tokens and KV caches."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from slope_jax.handoff import KVHeader, LayerSpan, PrefillKV, hash_token_ids
+from slope_jax.kv_cache import PageAllocator, cache_arrays, cache_shape, make_read_pages
+from slope_jax.mesh import distributed
+from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
+from slope_jax.mesh.layout import length_buckets, pack_chunk, packed_length, prompt_positions
+from slope_jax.model.config import FULL, SLIDING, GptOssConfig, load_config
+from slope_jax.model.gpt_oss import GptOss
+from slope_jax.model.stage import StageSpec
+from slope_jax.model.stages import StagePlan, plan_stages
+from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
+from slope_jax.model.weights import load_weights
+from slope_jax.prompt_kv import PromptKVReader, PromptParts, local_parts, make_gather
+from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
+from slope_jax.result import PrefillResult
+from slope_jax.sampling import sample_token
+from slope_jax.scheduler import ChunkWork, Scheduler
+from slope_jax.tick import EngineState, make_tick
+
+_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+_EXPERT_WEIGHTS = ("bfloat16", "mxfp4")
+_TICKS_IN_FLIGHT = 2  # enough that the devices never wait for the host, few enough that first tokens are seen at once
+_READ_GROUP = 64  # pages that are copied out of the cache at a time
+
+OnTick = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TickRecord:
+    """What a tick did.
+
+    Attributes:
+      bucket: tokens that its chunks were padded to.
+      chunks: per stage, (index of the request in the batch, first position, tokens), or None where it was idle.
+      rounds: rounds of the ring.
+      host_s: seconds that the host took to prepare and dispatch it.
+      attention_blocks: products of a query block and a key block per device, int32 `[pp, ring, ulysses]`.
+    """
+
+    bucket: int
+    chunks: tuple[tuple[int, int, int] | None, ...]
+    rounds: int
+    host_s: float
+    attention_blocks: NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Dispatched:
+    """A tick whose results may not be there yet."""
+
+    record: TickRecord
+    logits: jax.Array
+    blocks: jax.Array
+    finished: ChunkWork | None
+    pages: list[jax.Array]
+    tails: jax.Array | None
+
+
+class Engine:
+    """A gpt-oss checkpoint on a device mesh, ready to prefill.
+
+    Make one with `Engine.load`. In a run of several processes every process loads the engine and makes every call with
+    the same arguments; a process that differs makes all of them raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: GptOssConfig,
+        plan: StagePlan,
+        mesh: Mesh,
+        graph: nnx.GraphDef[GptOss],
+        params: nnx.State,
+        tokenizer: Tokenizer | None,
+        dtype: str,
+        chunk_tokens: int,
+        kv_cache_tokens: int,
+        block_q: int,
+        block_kv: int,
+        page_tokens: int,
+    ):
+        """Takes the parts that `load` has made and checked."""
+        self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
+        self.chunk_tokens = chunk_tokens
+        self.shape = MeshShape(*mesh.devices.shape)
+        self.buckets = length_buckets(chunk_tokens, self.shape, config.sliding_window)
+        self.max_prompt_tokens = min(config.max_position, kv_cache_tokens)
+        self.last_ticks: tuple[TickRecord, ...] = ()
+        self._plan, self._graph, self._params, self._dtype = plan, graph, params, dtype
+        self._block_q, self._block_kv = block_q, block_kv
+        self._cache_shape = cache_shape(
+            config, self.shape, kv_cache_tokens=kv_cache_tokens, chunk_tokens=chunk_tokens, page=page_tokens
+        )
+        self._group = min(_READ_GROUP, self._cache_shape.table)
+        self._limits = RequestLimits(
+            vocab_size=config.vocab_size,
+            max_tokens=self.max_prompt_tokens,
+            max_tokens_reason=(
+                "the model's maximum" if config.max_position <= kv_cache_tokens else f"{kv_cache_tokens=}"
+            ),
+        )
+        self._ticks: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._read_pages = make_read_pages(mesh)
+        self._gather = make_gather(mesh)
+        self._make_state = self._state_maker()
+        self._state: EngineState | None = None
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str | os.PathLike[str],
+        *,
+        mesh: MeshShape = MeshShape(),  # noqa: B008 - frozen
+        dtype: str = "bfloat16",
+        expert_weights: str = "bfloat16",
+        chunk_tokens: int = 4096,
+        kv_cache_tokens: int | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        block_q: int | None = None,
+        block_kv: int = 512,
+        page_tokens: int = 64,
+    ) -> Engine:
+        """Loads a checkpoint onto a mesh.
+
+        Args:
+          checkpoint: a folder in Hugging Face layout, or one written by `slope_jax.launch.convert`.
+          mesh: how many devices each axis has.
+          dtype: "bfloat16", or "float32" for exact comparison: weights, matrix products and KV.
+          expert_weights: "bfloat16" unpacks the experts at load (to `dtype`), "mxfp4" keeps them packed in device memory
+            and unpacks each where it is used.
+          chunk_tokens: prompts are processed in chunks of at most this many tokens.
+          kv_cache_tokens: tokens that the KV cache holds; the model's maximum by default.
+          devices: the devices to use; all by default.
+          block_q: query slots in a block of attention; by default such that a block has 512 rows with all its heads.
+          block_kv: keys in a block of attention, a power of two.
+          page_tokens: token slots in a page of the KV cache, a power of two.
+
+        Raises:
+          ValueError: an argument is not supported, the mesh does not fit the devices or the model, or the checkpoint is
+            not complete and consistent.
+        """
+        _check_choice("dtype", dtype, tuple(_DTYPES))
+        _check_choice("expert_weights", expert_weights, _EXPERT_WEIGHTS)
+        _check_positive("chunk_tokens", chunk_tokens)
+        for name, value in (("block_kv", block_kv), ("page_tokens", page_tokens)):
+            _check_positive(name, value)
+            if value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, not {value}")
+        if not isinstance(mesh, MeshShape):
+            raise ValueError(f"mesh must be a MeshShape, not {type(mesh).__name__}")
+        config = load_config(checkpoint)
+        mesh.check_heads(config.num_heads, config.num_kv_heads)
+        plan = plan_stages(config.layer_types, mesh.pp)
+        if kv_cache_tokens is None:
+            kv_cache_tokens = config.max_position
+        _check_positive("kv_cache_tokens", kv_cache_tokens)
+        if block_q is None:
+            group = config.num_heads // max(config.num_kv_heads, mesh.ulysses)
+            block_q = max(512 // group, 16)
+        _check_positive("block_q", block_q)
+        device_mesh = make_mesh(mesh, devices)
+        distributed.agree(
+            "Engine.load",
+            {
+                "config": config.fingerprint(),
+                "mesh": str(mesh),
+                "dtype": dtype,
+                "expert_weights": expert_weights,
+                "chunk_tokens": str(chunk_tokens),
+                "kv_cache_tokens": str(kv_cache_tokens),
+                "blocks": f"{block_q} {block_kv} {page_tokens}",
+            },
+        )
+        log = logging.getLogger(__name__)
+        if jax.process_index() == 0:
+            log.info("%s", describe_mesh(device_mesh))
+            log.info("%s", plan.describe())
+        tokenizer = load_tokenizer(checkpoint, config.vocab_size)
+        graph, params = load_weights(checkpoint, config, plan, device_mesh, _DTYPES[dtype], expert_weights == "mxfp4")
+        return cls(
+            config=config,
+            plan=plan,
+            mesh=device_mesh,
+            graph=graph,
+            params=params,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            chunk_tokens=min(chunk_tokens, config.max_position),
+            kv_cache_tokens=kv_cache_tokens,
+            block_q=block_q,
+            block_kv=block_kv,
+            page_tokens=page_tokens,
+        )
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What this engine can serve."""
+        return self._limits
+
+    def warmup(self) -> int:
+        """Compiles every program that prefill needs, and returns how many there are."""
+        for bucket in self.buckets:
+            self._tick(bucket)
+            self._dispatch([None] * self.shape.pp, bucket)
+        self._fetch_kv(np.full((self.shape.ring, self._cache_shape.table), -1, np.int32), 1)
+        return len(self.buckets) + 1
+
+    def prefill(self, batch: Sequence[Prompt], on_tick: OnTick | None = None) -> list[PrefillResult]:
+        """Prefills a batch of prompts of any lengths.
+
+        Args:
+          batch: strings (when the checkpoint has a tokenizer), sequences of token ids, and `Request`s, in any mix.
+          on_tick: called after each tick with the ticks done and the ticks in all.
+
+        Returns:
+          One result per prompt, in the batch's order.
+
+        Raises:
+          ValueError: a prompt cannot be served; it names the value and the limit. Nothing has run then.
+        """
+        arrival = time.perf_counter()
+        encode = self.tokenizer.encode if self.tokenizer else None
+        requests = parse_batch(batch, limits=self._limits, encode=encode)
+        distributed.agree("Engine.prefill", {f"request {r.request_id}": _digest(r) for r in requests})
+        if not requests:
+            return []
+        try:
+            return self._run(requests, arrival, on_tick)
+        except BaseException:
+            self._state = None  # its buffers may have been given to a tick that failed
+            raise
+
+    def _run(self, requests: list[ParsedRequest], arrival: float, on_tick: OnTick | None) -> list[PrefillResult]:
+        allocator = PageAllocator(self._cache_shape, self.shape.ring)
+        lengths = [len(r.token_ids) for r in requests]
+        window = self.config.sliding_window
+        scheduler = Scheduler(lengths, self.chunk_tokens, self.shape.ring, window, allocator)
+        ids = [np.array(r.token_ids, np.int32) for r in requests]
+        results: dict[int, PrefillResult] = {}
+        records: list[TickRecord] = []
+        in_flight: collections.deque[_Dispatched] = collections.deque()
+        stages: collections.deque[ChunkWork | None] = collections.deque([None] * self.shape.pp, self.shape.pp)
+        total = scheduler.num_chunks + self.shape.pp - 1
+
+        def complete() -> None:
+            tick = in_flight.popleft()
+            blocks = np.asarray(tick.blocks)
+            if tick.finished is not None:
+                index = tick.finished.request
+                results[index] = self._result(requests[index], tick, arrival)
+            records.append(dataclasses.replace(tick.record, attention_blocks=blocks))
+            if on_tick is not None:
+                on_tick(len(records), max(total, len(records)))
+
+        while not scheduler.exhausted or any(stages):
+            stages.appendleft(scheduler.next_chunk())
+            in_flight.append(self._dispatch_stages(list(stages), ids, scheduler))
+            stages[-1] = None
+            while in_flight and (len(in_flight) > _TICKS_IN_FLIGHT or in_flight[0].logits.is_ready()):
+                complete()
+        while in_flight:
+            complete()
+        self.last_ticks = tuple(records)
+        return [results[i] for i in range(len(requests))]
+
+    def _dispatch_stages(
+        self, stages: list[ChunkWork | None], ids: list[NDArray[np.int32]], scheduler: Scheduler
+    ) -> _Dispatched:
+        begin = time.perf_counter()
+        longest = max(work.num_tokens for work in stages if work is not None)
+        bucket = next(b for b in self.buckets if b >= longest)
+        rounds, logits, blocks = self._dispatch(stages, bucket, ids)
+        finished, pages, tails = stages[-1], [], None
+        if finished is not None and finished.is_last:
+            tokens = max(int(c) + len(r.positions) for c, r in zip(finished.cached, finished.ranks, strict=True))
+            pages, tails = self._fetch_kv(finished.allocation.page_table, tokens, finished.allocation.row)
+            scheduler.finish(finished)
+        else:
+            finished = None
+        record = TickRecord(
+            bucket=bucket,
+            chunks=tuple(None if w is None else (w.request, w.start, w.num_tokens) for w in stages),
+            rounds=rounds,
+            host_s=time.perf_counter() - begin,
+            attention_blocks=np.zeros(0, np.int32),
+        )
+        return _Dispatched(record, logits, blocks, finished, pages, tails)
+
+    def _dispatch(
+        self, stages: list[ChunkWork | None], bucket: int, ids: list[NDArray[np.int32]] | None = None
+    ) -> tuple[int, jax.Array, jax.Array]:
+        """Dispatches a tick; returns the rounds of the ring, the logits and the attention blocks."""
+        tick, ring_block = self._tick(bucket)
+        ring, slots = self.shape.ring, bucket // self.shape.ring
+        packed = np.zeros((self.shape.pp, ring, packed_length(slots, self._cache_shape.table)), np.int32)
+        rounds = 0
+        for stage, work in enumerate(stages):
+            if work is None:
+                continue
+            for rank, tokens in enumerate(work.ranks):
+                table = work.allocation.page_table[rank]
+                cached = int(work.cached[rank])
+                packed[stage, rank] = pack_chunk(tokens, cached, work.allocation.row, table, slots)
+                rounds = max(rounds, -(-(cached + len(tokens.positions)) // ring_block))
+        incoming = np.zeros(1 + bucket, np.int32)
+        incoming[0] = rounds
+        if stages[0] is not None and ids is not None:
+            for rank, tokens in enumerate(stages[0].ranks):
+                first = 1 + rank * slots
+                incoming[first : first + len(tokens.positions)] = ids[stages[0].request][tokens.positions]
+        if self._state is None:
+            self._state = self._make_state()
+        state, self._state = self._state, None
+        self._state, logits, blocks = tick(self._params, state, self._put(packed, P(PP, RING)), self._put(incoming))
+        return rounds, logits, blocks
+
+    def _tick(self, bucket: int) -> tuple[Callable[..., Any], int]:
+        """The compiled tick of a bucket, and how many KV slots a rank sends in one round of the ring."""
+        if bucket not in self._ticks:
+            page = self._cache_shape.page
+            slots = bucket // self.shape.ring
+            block_kv = min(self._block_kv, max(1 << (slots - 1).bit_length(), page))
+            unit = max(page, block_kv)
+            spec = StageSpec(
+                pattern=self._plan.pattern,
+                ring_block=-(-slots // unit) * unit,
+                block_q=min(self._block_q, slots),
+                block_kv=block_kv,
+            )
+            specs = jax.tree.map(lambda a: a.sharding.spec, self._params)
+            tick = make_tick(self._graph, specs, self.config, self._plan, self.mesh, spec, bucket)
+            packed = (self.shape.pp, self.shape.ring, packed_length(slots, self._cache_shape.table))
+            lowered = tick.lower(
+                self._params,
+                self._abstract_state(),
+                jax.ShapeDtypeStruct(packed, jnp.int32, sharding=jax.NamedSharding(self.mesh, P(PP, RING))),
+                jax.ShapeDtypeStruct((1 + bucket,), jnp.int32, sharding=jax.NamedSharding(self.mesh, P())),
+            )
+            self._ticks[bucket] = lowered.compile(), spec.ring_block
+        return self._ticks[bucket]
+
+    def _abstract_state(self) -> EngineState:
+        rows = self.buckets[-1] // (self.shape.ring * self.shape.ulysses)
+        hidden = (*self.mesh.devices.shape, rows, self.config.hidden_size)
+        cache = cache_arrays(self.config, self._plan, self.shape, self._cache_shape, _DTYPES[self._dtype])
+        sharding = jax.NamedSharding(self.mesh, PER_DEVICE)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            EngineState(jax.ShapeDtypeStruct(hidden, jnp.float32), cache),
+        )
+
+    def _state_maker(self) -> Callable[[], EngineState]:
+        abstract = self._abstract_state()
+        return jax.jit(
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),
+            out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
+        )
+
+    def _put(self, array: NDArray[Any], spec: P = P()) -> jax.Array:  # noqa: B008 - immutable
+        """Places an array that every process has."""
+        sharding = jax.NamedSharding(self.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def _fetch_kv(self, page_table: NDArray[np.int32], tokens: int, row: int = 0) -> tuple[list[jax.Array], jax.Array]:
+        """Starts copying a request's KV out of the cache; `tokens` are those of its fullest ring rank."""
+        assert self._state is not None
+        groups = -(-tokens // (self._group * self._cache_shape.page))
+        table = np.pad(page_table, [(0, 0), (0, self._group)], constant_values=-1)
+        row_array = self._put(np.asarray(row, np.int32))
+        pages = []
+        for g in range(groups):
+            ids = self._put(table[:, g * self._group : (g + 1) * self._group], P(RING))
+            group, tails = self._read_pages(self._state.cache, ids, row_array)
+            pages.append(group)
+        return pages, tails
+
+    def _result(self, request: ParsedRequest, tick: _Dispatched, arrival: float) -> PrefillResult:
+        assert tick.finished is not None and tick.tails is not None
+        logits = np.asarray(tick.logits)[: self.config.vocab_size]
+        token_id = sample_token(logits, request.temperature, request.top_p, request.top_k, request.seed)
+        ttft = time.perf_counter() - arrival
+        return PrefillResult(
+            request_id=request.request_id,
+            num_tokens=len(request.token_ids),
+            token_id=token_id,
+            logits=logits,
+            ttft_s=ttft,
+            kv=self._prefill_kv(request, token_id, tick),
+        )
+
+    def _prefill_kv(self, request: ParsedRequest, token_id: int, tick: _Dispatched) -> PrefillKV:
+        assert tick.tails is not None
+        config, tokens = self.config, len(request.token_ids)
+        positions = prompt_positions(tokens, self.chunk_tokens, self.shape.ring, config.sliding_window)
+        slots = max(len(p) for p in positions)
+        groups = [local_parts(group) for group in tick.pages]
+        pages = {
+            where: np.concatenate([g[where].reshape(len(part), -1, *part.shape[3:]) for g in groups], 1)[:, :slots]
+            for where, part in groups[0].items()
+        }
+        kept = {FULL: tokens, SLIDING: min(tokens, config.sliding_window)}
+        header = KVHeader(
+            model_fingerprint=config.fingerprint(),
+            token_ids_sha256=hash_token_ids(request.token_ids),
+            num_tokens=tokens,
+            first_token_id=token_id,
+            dtype=self._dtype,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            layers=tuple(LayerSpan(kind, tokens - kept[kind], kept[kind]) for kind in config.layer_types),
+        )
+        reader = PromptKVReader(
+            PromptParts(pages=pages, tails=local_parts(tick.tails), positions=positions),
+            tokens,
+            config,
+            self._plan,
+            self.mesh,
+            self._gather,
+            self._group * self._cache_shape.page,
+        )
+        return PrefillKV(header, reader, is_writer=jax.process_index() == 0)
+
+
+def _digest(request: ParsedRequest) -> str:
+    settings = f"{request.temperature} {request.top_p} {request.top_k} {request.seed}"
+    return f"{len(request.token_ids)} tokens, {hash_token_ids(request.token_ids)[:16]}, sampling {settings}"
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not supported; it must be one of {list(allowed)}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")

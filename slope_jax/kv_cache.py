@@ -1,0 +1,133 @@
+"""The KV cache: its size, which request has which pages, and how a finished prompt's KV leaves the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from slope_jax.mesh.axes import PER_DEVICE, RING, MeshShape
+from slope_jax.mesh.layout import largest_share
+from slope_jax.model.config import FULL, SLIDING, GptOssConfig
+from slope_jax.model.stage import StageCache
+from slope_jax.model.stages import StagePlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """Sizes of the cache of one device.
+
+    Attributes:
+      page: token slots of a page.
+      pages: pages of a device.
+      table: pages that one request can have on a device.
+      requests: requests that can be under way at once.
+    """
+
+    page: int
+    pages: int
+    table: int
+    requests: int
+
+
+def cache_shape(
+    config: GptOssConfig, mesh: MeshShape, *, kv_cache_tokens: int, chunk_tokens: int, page: int
+) -> CacheShape:
+    """The cache that holds any prompt of up to `kv_cache_tokens` tokens, or shorter ones of as many together.
+
+    What a ring rank holds of a prompt depends on its chunks: short chunks lie on few ranks (see `mesh.layout`).
+    """
+    lengths = np.arange(1, kv_cache_tokens + 1)
+    chunks = -(-lengths // chunk_tokens)
+    long_chunks = lengths % chunks  # this many are one token longer than the others
+    share = long_chunks * largest_share(lengths // chunks + 1, mesh.ring, config.sliding_window)
+    share += (chunks - long_chunks) * largest_share(lengths // chunks, mesh.ring, config.sliding_window)
+    table = -(-int(share.max()) // page)
+    requests = 2 * mesh.pp + 2  # enough to keep every stage busy while finished requests drain
+    return CacheShape(page=page, pages=table + requests, table=table, requests=requests)
+
+
+def cache_arrays(
+    config: GptOssConfig, plan: StagePlan, mesh: MeshShape, shape: CacheShape, dtype: DTypeLike
+) -> StageCache:
+    """The shapes of the cache's arrays, each leading with the axes of the mesh."""
+    lead = (mesh.pp, mesh.ring, mesh.ulysses)
+    combined = 2 * max(config.num_kv_heads // mesh.ulysses, 1)
+    pages = (*lead, shape.pages, shape.page, combined, config.head_dim)
+    tails = (*lead, shape.requests, config.sliding_window, combined, config.head_dim)
+    return StageCache(
+        positions=jax.ShapeDtypeStruct((*lead, shape.pages, shape.page), jnp.int32),
+        pages=tuple(jax.ShapeDtypeStruct(pages, dtype) for _ in plan.slots_of_kind(FULL)),
+        tails=tuple(jax.ShapeDtypeStruct(tails, dtype) for _ in plan.slots_of_kind(SLIDING)),
+    )
+
+
+class PageAllocator:
+    """Which pages are free on each ring rank, and which request rows.
+
+    Pages are numbered alike on all stages and ulysses ranks of a ring rank, since these hold the same tokens.
+    """
+
+    def __init__(self, shape: CacheShape, ring: int):
+        self._shape = shape
+        self._free_pages = [list(range(shape.pages - 1, -1, -1)) for _ in range(ring)]
+        self._free_rows = list(range(shape.requests - 1, -1, -1))
+
+    def allocate(self, tokens: np.ndarray) -> Allocation | None:
+        """Room for `tokens[r]` tokens on each ring rank r, or None when there is not enough now."""
+        counts = -(-tokens // self._shape.page)
+        if not self._free_rows or any(n > len(f) for n, f in zip(counts, self._free_pages, strict=True)):
+            return None
+        table = np.full((len(counts), self._shape.table), -1, np.int32)
+        for rank, count in enumerate(counts):
+            table[rank, :count] = [self._free_pages[rank].pop() for _ in range(count)]
+        return Allocation(row=self._free_rows.pop(), page_table=table)
+
+    def release(self, allocation: Allocation) -> None:
+        """Gives the pages and the row back."""
+        self._free_rows.append(allocation.row)
+        for rank, pages in enumerate(allocation.page_table):
+            self._free_pages[rank].extend(int(p) for p in pages[::-1] if p >= 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Allocation:
+    """What a request occupies.
+
+    Attributes:
+      row: its row in the tables of window tails.
+      page_table: int32 `[ring, table]`, its pages on each ring rank in order, then -1.
+    """
+
+    row: int
+    page_table: np.ndarray
+
+
+ReadPages = Callable[[StageCache, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def make_read_pages(mesh: Mesh) -> ReadPages:
+    """Builds the program that copies a request's KV out of the cache, on each device its own part.
+
+    It takes the cache, page ids int32 `[ring, n]` and the request's row int32 `[]`, and returns the pages
+    `[P, ring, ulysses, full slots, n, page, J, H]` and the tails `[P, ring, ulysses, window slots, window, J, H]`.
+    """
+
+    def device_read(cache: StageCache, ids: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        local = jax.tree.map(lambda a: a[0, 0, 0], cache)
+        pages = [layer[jnp.clip(ids[0], 0, layer.shape[0] - 1)] for layer in local.pages]
+        tails = [layer[row] for layer in local.tails]
+        return _stack(pages), _stack(tails)
+
+    def _stack(layers: list[jax.Array]) -> jax.Array:
+        stacked = jnp.stack(layers) if layers else jnp.zeros((0,), jnp.float32)
+        return stacked[None, None, None]
+
+    sharded = jax.shard_map(device_read, mesh=mesh, in_specs=(PER_DEVICE, P(RING), P()), out_specs=PER_DEVICE)
+    return jax.jit(sharded)
