@@ -1,8 +1,9 @@
 """gpt-oss in Flax NNX, as the shards that one device of the mesh holds.
 
-Parameters are declared with their global shapes: layer parameters lead with the stage axis P, split over `pp` and
-replicated over `ring` and `ulysses`; embedding and unembedding are split over all devices. The modules are called
-inside `shard_map`, where the leading axis of the layer parameters has been taken off.
+Parameters are declared with their global shapes. Those of layers lead with the stage axis, split over `pp` and
+replicated over `ring` and `ulysses`, and the repeat axis: a stage runs its unit of layers several times, with the weights
+of repeat r in the r-th time, so that programs do not grow with the number of layers. Embedding and unembedding are split
+over all devices. The modules are called inside `shard_map`, where the stage axis has been taken off.
 """
 
 from __future__ import annotations
@@ -22,105 +23,107 @@ from slope_jax.model.ops import dot, rms_norm
 from slope_jax.model.params import param
 from slope_jax.model.stages import StagePlan
 
+Stack = tuple[int, int]  # pipeline stages, repeats of the unit of layers
+
 MXFP4_BLOCK = 32  # values that share one scale, along the contraction
 
 
 class Attention(nnx.Module):
     """The projections, norm and sinks of an attention block; q, k and v share one kernel, heads in that order."""
 
-    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike):
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike):
         self.config = config
         D, H = config.hidden_size, config.head_dim
         N, C = config.num_heads, config.num_heads + 2 * config.num_kv_heads
-        self.norm = param((stages, D), jnp.float32, PP)
-        self.qkv_kernel = param((stages, D, C * H), dtype, PP)
-        self.qkv_bias = param((stages, C * H), jnp.float32, PP)
-        self.sinks = param((stages, N), jnp.float32, PP)
-        self.out_kernel = param((stages, N * H, D), dtype, PP)
-        self.out_bias = param((stages, D), jnp.float32, PP)
+        self.norm = param((*stack, D), jnp.float32, PP)
+        self.qkv_kernel = param((*stack, D, C * H), dtype, PP)
+        self.qkv_bias = param((*stack, C * H), jnp.float32, PP)
+        self.sinks = param((*stack, N), jnp.float32, PP)
+        self.out_kernel = param((*stack, N * H, D), dtype, PP)
+        self.out_bias = param((*stack, D), jnp.float32, PP)
 
-    def project_in(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project_in(self, x_TD: jax.Array, repeat: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[T, N, H]`, keys and values `[T, K, H]` of the residual stream, float32, before RoPE."""
         c = self.config
-        t_TD = rms_norm(x_TD, self.norm[...], c.rms_norm_eps)
-        c_TCH = (dot(t_TD, self.qkv_kernel[...]) + self.qkv_bias[...]).reshape(x_TD.shape[0], -1, c.head_dim)
+        t_TD = rms_norm(x_TD, self.norm[...][repeat], c.rms_norm_eps)
+        c_TCH = (dot(t_TD, self.qkv_kernel[...][repeat]) + self.qkv_bias[...][repeat]).reshape(x_TD.shape[0], -1, c.head_dim)
         q, k, v = jnp.split(c_TCH, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
         return q, k, v
 
-    def project_out(self, out_TC: jax.Array) -> jax.Array:
+    def project_out(self, out_TC: jax.Array, repeat: jax.Array) -> jax.Array:
         """What the block adds to the residual stream, from the heads' outputs `[T, N * H]`; float32."""
-        return dot(out_TC, self.out_kernel[...]) + self.out_bias[...]
+        return dot(out_TC, self.out_kernel[...][repeat]) + self.out_bias[...][repeat]
 
 
 class Experts(nnx.Module):
     """Expert weights ready for use; the first F columns of `gate_up` are the gates, the last F the ups."""
 
-    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike):
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up = param((stages, E, D, 2 * F), dtype, PP)
-        self.gate_up_bias = param((stages, E, 2 * F), jnp.float32, PP)
-        self.down = param((stages, E, F, D), dtype, PP)
-        self.down_bias = param((stages, E, D), jnp.float32, PP)
+        self.gate_up = param((*stack, E, D, 2 * F), dtype, PP)
+        self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, PP)
+        self.down = param((*stack, E, F, D), dtype, PP)
+        self.down_bias = param((*stack, E, D), jnp.float32, PP)
 
-    def read(self, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
+    def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
         """The kernels of one expert: gate_up `[D, 2F]` and down `[F, D]`."""
         del dtype  # the weights have been stored in it
-        return self.gate_up[...][expert], self.down[...][expert]
+        return self.gate_up[...][repeat, expert], self.down[...][repeat, expert]
 
 
 class PackedExperts(nnx.Module):
     """Expert weights in MXFP4, as in the checkpoint but for the gate rows, which stand before the up rows."""
 
-    def __init__(self, config: GptOssConfig, stages: int):
+    def __init__(self, config: GptOssConfig, stack: Stack):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up_blocks = param((stages, E, 2 * F, D // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
-        self.gate_up_scales = param((stages, E, 2 * F, D // MXFP4_BLOCK), jnp.uint8, PP)
-        self.gate_up_bias = param((stages, E, 2 * F), jnp.float32, PP)
-        self.down_blocks = param((stages, E, D, F // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
-        self.down_scales = param((stages, E, D, F // MXFP4_BLOCK), jnp.uint8, PP)
-        self.down_bias = param((stages, E, D), jnp.float32, PP)
+        self.gate_up_blocks = param((*stack, E, 2 * F, D // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
+        self.gate_up_scales = param((*stack, E, 2 * F, D // MXFP4_BLOCK), jnp.uint8, PP)
+        self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, PP)
+        self.down_blocks = param((*stack, E, D, F // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
+        self.down_scales = param((*stack, E, D, F // MXFP4_BLOCK), jnp.uint8, PP)
+        self.down_bias = param((*stack, E, D), jnp.float32, PP)
 
-    def read(self, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
+    def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
         """The kernels of one expert, unpacked: gate_up `[D, 2F]` and down `[F, D]`."""
-        gate_up = mxfp4.unpack(self.gate_up_blocks[...][expert], self.gate_up_scales[...][expert], dtype)
-        down = mxfp4.unpack(self.down_blocks[...][expert], self.down_scales[...][expert], dtype)
+        gate_up = mxfp4.unpack(self.gate_up_blocks[...][repeat, expert], self.gate_up_scales[...][repeat, expert], dtype)
+        down = mxfp4.unpack(self.down_blocks[...][repeat, expert], self.down_scales[...][repeat, expert], dtype)
         return gate_up.T, down.T
 
 
 class MixtureOfExperts(nnx.Module):
     """The norm, router and experts of a mixture-of-experts block."""
 
-    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike, packed: bool):
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, packed: bool):
         self.config = config
         D, E = config.hidden_size, config.num_experts
-        self.norm = param((stages, D), jnp.float32, PP)
-        self.router_kernel = param((stages, D, E), dtype, PP)
-        self.router_bias = param((stages, E), jnp.float32, PP)
-        self.experts = PackedExperts(config, stages) if packed else Experts(config, stages, dtype)
+        self.norm = param((*stack, D), jnp.float32, PP)
+        self.router_kernel = param((*stack, D, E), dtype, PP)
+        self.router_bias = param((*stack, E), jnp.float32, PP)
+        self.experts = PackedExperts(config, stack) if packed else Experts(config, stack, dtype)
 
-    def __call__(self, x_TD: jax.Array, valid_T: jax.Array) -> jax.Array:
+    def __call__(self, x_TD: jax.Array, valid_T: jax.Array, repeat: jax.Array) -> jax.Array:
         """What the block adds to the residual stream of the valid tokens; float32."""
-        kernel = self.router_kernel[...]
-        t_TD = rms_norm(x_TD, self.norm[...], self.config.rms_norm_eps).astype(kernel.dtype)
-        routing = moe.route(dot(t_TD, kernel) + self.router_bias[...], self.config.experts_per_token)
+        kernel = self.router_kernel[...][repeat]
+        t_TD = rms_norm(x_TD, self.norm[...][repeat], self.config.rms_norm_eps).astype(kernel.dtype)
+        routing = moe.route(dot(t_TD, kernel) + self.router_bias[...][repeat], self.config.experts_per_token)
         experts = self.experts
         return moe.grouped_mlp(
             t_TD,
             routing,
             valid_T,
             self.config,
-            lambda e: experts.read(e, kernel.dtype),
-            experts.gate_up_bias[...],
-            experts.down_bias[...],
+            lambda e: experts.read(repeat, e, kernel.dtype),
+            experts.gate_up_bias[...][repeat],
+            experts.down_bias[...][repeat],
         )
 
 
 class DecoderLayer(nnx.Module):
-    """One layer slot of every stage."""
+    """One slot of the unit, in every stage and repeat."""
 
-    def __init__(self, config: GptOssConfig, stages: int, dtype: DTypeLike, packed: bool):
-        self.attention = Attention(config, stages, dtype)
-        self.moe = MixtureOfExperts(config, stages, dtype, packed)
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, packed: bool):
+        self.attention = Attention(config, stack, dtype)
+        self.moe = MixtureOfExperts(config, stack, dtype, packed)
 
 
 class GptOss(nnx.Module):
@@ -134,7 +137,8 @@ class GptOss(nnx.Module):
         V, D = config.vocab_size, config.hidden_size
         self.config = config
         self.embedding = param((V, _round_up(D, devices)), dtype, None, AXES)
-        self.layers = nnx.List([DecoderLayer(config, len(plan.layers), dtype, packed) for _ in plan.pattern])
+        stack = (len(plan.layers), plan.repeats)
+        self.layers = nnx.List([DecoderLayer(config, stack, dtype, packed) for _ in plan.unit])
         self.final_norm = param((D,), jnp.float32)
         self.unembedding = param((_round_up(V, devices), D), dtype, AXES)
 

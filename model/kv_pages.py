@@ -12,16 +12,19 @@ import jax.numpy as jnp
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
 
 
-def write_slots(pages: jax.Array, rows: jax.Array, chunk: ChunkView, count: jax.Array) -> jax.Array:
+def write_slots(
+    pages: jax.Array, layer: jax.Array | int, rows: jax.Array, chunk: ChunkView, count: jax.Array
+) -> jax.Array:
     """Writes a chunk's first `count` rows behind the slots that earlier chunks left; touches nothing else.
 
     Args:
-      pages: `[pages, page, ...]`.
+      pages: `[layers, pages, page, ...]`.
+      layer: which of the layers to write.
       rows: `[slots, ...]`.
       chunk: gives the page table and the number of earlier slots.
       count: how many rows to write.
     """
-    page = pages.shape[1]
+    page = pages.shape[2]
     padded = jnp.pad(rows, [(page, page)] + [(0, 0)] * (rows.ndim - 1))
     first_page = chunk.cached // page
     end = chunk.cached + count
@@ -30,21 +33,28 @@ def write_slots(pages: jax.Array, rows: jax.Array, chunk: ChunkView, count: jax.
         first_slot = i * page
         slots = (first_slot + jnp.arange(page)).reshape(-1, *[1] * (rows.ndim - 1))
         new = jax.lax.dynamic_slice_in_dim(padded, first_slot - chunk.cached + page, page)
-        old = pages[chunk.page_table[i]]
+        old = pages[layer, chunk.page_table[i]]
         mine = (slots >= chunk.cached) & (slots < end)
-        return pages.at[chunk.page_table[i]].set(jnp.where(mine, new, old))
+        return pages.at[layer, chunk.page_table[i]].set(jnp.where(mine, new, old))
 
     last_page = jnp.where(count > 0, (end - 1) // page + 1, first_page)
     return jax.lax.fori_loop(first_page, last_page, write_page, pages)
 
 
 def read_block(
-    pages: jax.Array, position_pages: jax.Array, chunk: ChunkView, count: jax.Array, block: jax.Array, size: int
+    pages: jax.Array,
+    layer: jax.Array,
+    position_pages: jax.Array,
+    chunk: ChunkView,
+    count: jax.Array,
+    block: jax.Array,
+    size: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Reads slots `[block * size, (block + 1) * size)` of a request.
 
     Args:
-      pages: keys and values, `[pages, page, J, H]`.
+      pages: keys and values, `[layers, pages, page, J, H]`.
+      layer: which of the layers to read.
       position_pages: `[pages, page]`.
       chunk: gives the page table.
       count: how many slots the request has.
@@ -54,10 +64,10 @@ def read_block(
     Returns:
       Keys and values `[J, size, H]`, and positions `[size]`, `PAD_POSITION` beyond the request's slots.
     """
-    per_block = size // pages.shape[1]
+    per_block = size // pages.shape[2]
     table = jnp.pad(chunk.page_table, (0, per_block))
     ids = jax.lax.dynamic_slice_in_dim(table, block * per_block, per_block)
-    ids = jnp.clip(ids, 0, pages.shape[0] - 1)  # unused entries of the table hold no page
-    kv = pages[ids].reshape(size, *pages.shape[2:]).swapaxes(0, 1)
+    ids = jnp.clip(ids, 0, pages.shape[1] - 1)  # unused entries of the table hold no page
+    kv = pages[layer, ids].reshape(size, *pages.shape[3:]).swapaxes(0, 1)
     slots = block * size + jnp.arange(size)
     return kv, jnp.where(slots < count, position_pages[ids].reshape(size), PAD_POSITION)

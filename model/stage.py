@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from slope_jax.mesh import halo, ring, ulysses
-from slope_jax.mesh.axes import ULYSSES
+from slope_jax.mesh.axes import ULYSSES, varying
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
 from slope_jax.model import attention, kv_pages, rope
 from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks
@@ -22,13 +25,13 @@ class StageSpec:
     """Static parameters of a stage's program.
 
     Attributes:
-      pattern: the layer kind of each slot.
+      unit: the layer kind of each slot of the unit that the stage repeats.
       ring_block: KV slots that a rank sends in one round of the ring; a multiple of the page and of `block_kv`.
       block_q: query slots in an attention block.
       block_kv: keys in an attention block.
     """
 
-    pattern: tuple[str, ...]
+    unit: tuple[str, ...]
     ring_block: int
     block_q: int
     block_kv: int
@@ -45,8 +48,9 @@ class StageCache:
 
     Attributes:
       positions: positions of the cached keys, `[pages, page]`, one for all layers.
-      pages: keys and values of each full-attention slot, `[pages, page, J, H]`.
-      tails: keys and values of the last `window` tokens for each window slot, `[request slots, window, J, H]`.
+      pages: keys and values of each full-attention slot of the unit, `[repeats, pages, page, J, H]`.
+      tails: keys and values of the last `window` tokens for each window slot of the unit,
+        `[repeats, requests, window, J, H]`.
     """
 
     positions: jax.Array
@@ -67,8 +71,8 @@ def run_stage(
     """Runs the layers of this device's stage.
 
     Args:
-      layers: the parameters of the pattern's slots.
-      active: which slots hold a layer in this stage; an empty one lets activations through.
+      layers: the slots of the unit.
+      active: `[repeats, slots]`, which slots hold a layer in this stage; an empty one lets activations through.
       x_TD: the residual stream of the device's tokens, float32.
       chunk: the chunk.
       num_blocks: rounds of the ring, the same number on every device of the mesh.
@@ -83,42 +87,49 @@ def run_stage(
     rank = jax.lax.axis_index(ULYSSES)
     angles = rope.rotation(config, chunk.local_rows(chunk.positions_T, ranks, rank))
     valid_T = chunk.local_rows(chunk.valid_T(), ranks, rank)
-    cache = dataclasses.replace(
-        cache, positions=kv_pages.write_slots(cache.positions, chunk.positions_T, chunk, chunk.num_tokens)
-    )
-    pages, tails = list(cache.pages), list(cache.tails)
-    full_slot = window_slot = 0
-    work = jnp.zeros((), jnp.int32)
-    for slot, (kind, layer) in enumerate(zip(spec.pattern, layers, strict=True)):
-        # An empty slot sees a chunk without tokens, so its loops, which run to the number of tokens, do not run.
-        seen = dataclasses.replace(chunk, num_tokens=jnp.where(active[slot], chunk.num_tokens, 0))
-        seen = dataclasses.replace(seen, split=jnp.minimum(seen.split, seen.num_tokens))
-        q_TNH, kv_TJH = _project_in(layer, x_TD, angles)
-        if kind == FULL:
-            with jax.named_scope("full_attention"):
-                pages[full_slot] = kv_pages.write_slots(pages[full_slot], kv_TJH, seen, seen.num_tokens)
-                partial = _full_attention(
-                    layer, q_TNH, seen, num_blocks, pages[full_slot], cache.positions, spec, config
-                )
-            full_slot += 1
-        else:
-            with jax.named_scope("window_attention"):
-                partial, tails[window_slot] = _window_attention(layer, q_TNH, kv_TJH, seen, tails[window_slot], spec, config)
-            window_slot += 1
-        out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(kv_TJH.dtype)
-        change_TD = layer.attention.project_out(ulysses.gather_heads(out_TNH))
-        x_TD = jnp.where(active[slot], x_TD + change_TD, x_TD)
-        with jax.named_scope("experts"):
-            x_TD = x_TD + layer.moe(x_TD, valid_T & active[slot])
-        work = work + partial.blocks
-    return x_TD, StageCache(cache.positions, tuple(pages), tuple(tails)), work
+    positions = kv_pages.write_slots(cache.positions[None], 0, chunk.positions_T, chunk, chunk.num_tokens)[0]
+    cache = dataclasses.replace(cache, positions=positions)
+
+    def run_unit(repeat: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_TD, pages, tails, work = carry[0], list(carry[1]), list(carry[2]), carry[3]
+        full = sliding = 0
+        for slot, (kind, layer) in enumerate(zip(spec.unit, layers, strict=True)):
+            # An empty slot sees a chunk without tokens, so its loops, which run to the number of tokens, do not run.
+            is_layer = active[repeat, slot]
+            num_tokens = jnp.where(is_layer, chunk.num_tokens, 0)
+            seen = dataclasses.replace(chunk, num_tokens=num_tokens, split=jnp.minimum(chunk.split, num_tokens))
+            q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles)
+            sinks_N = _sinks(layer, repeat, q_TNH.shape[1])
+            if kind == FULL:
+                with jax.named_scope("full_attention"):
+                    pages[full] = kv_pages.write_slots(pages[full], repeat, kv_TJH, seen, num_tokens)
+                    read = functools.partial(_read_ring_block, pages[full], repeat, cache.positions, seen, spec)
+                    partial = _full_attention(q_TNH, sinks_N, kv_TJH.shape[1] // 2, seen, num_blocks, read, spec)
+                full += 1
+            else:
+                with jax.named_scope("window_attention"):
+                    tail = tails[sliding][repeat, chunk.slot]
+                    partial, tail = _window_attention(q_TNH, sinks_N, kv_TJH, seen, tail, spec, config)
+                    tails[sliding] = tails[sliding].at[repeat, chunk.slot].set(tail)
+                sliding += 1
+            out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(kv_TJH.dtype)
+            change_TD = layer.attention.project_out(ulysses.gather_heads(out_TNH), repeat)
+            x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
+            with jax.named_scope("experts"):
+                x_TD = x_TD + layer.moe(x_TD, valid_T & is_layer, repeat)
+            work = work + partial.blocks
+        return x_TD, tuple(pages), tuple(tails), work
+
+    start = (x_TD, cache.pages, cache.tails, varying(jnp.zeros((), jnp.int32)))
+    x_TD, pages, tails, work = jax.lax.fori_loop(0, active.shape[0], run_unit, start)
+    return x_TD, StageCache(cache.positions, pages, tails), work
 
 
 def _project_in(
-    layer: DecoderLayer, x_TD: jax.Array, angles: tuple[jax.Array, jax.Array]
+    layer: DecoderLayer, repeat: jax.Array, x_TD: jax.Array, angles: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope("project_in"):
-        q_TNH, k_TKH, v_TKH = layer.attention.project_in(x_TD)
+        q_TNH, k_TKH, v_TKH = layer.attention.project_in(x_TD, repeat)
         dtype = layer.attention.qkv_kernel[...].dtype
         scale = attention.LOG2_E / math.sqrt(q_TNH.shape[-1])
         q_TNH, k_TKH = rope.rotate(q_TNH, *angles) * scale, rope.rotate(k_TKH, *angles)
@@ -133,52 +144,55 @@ def _queries(q_TNH: jax.Array, chunk: ChunkView, kv_heads: int, spec: StageSpec)
     return jnp.pad(q_KTGH, [(0, 0), (0, spec.block_q), (0, 0), (0, 0)]), positions_T
 
 
-def _sinks(layer: DecoderLayer, heads: int) -> jax.Array:
+def _sinks(layer: DecoderLayer, repeat: jax.Array, heads: int) -> jax.Array:
     """The sinks of the query heads that Ulysses gives this device."""
-    return jax.lax.dynamic_slice_in_dim(layer.attention.sinks[...], jax.lax.axis_index(ULYSSES) * heads, heads)
+    first = jax.lax.axis_index(ULYSSES) * heads
+    return jax.lax.dynamic_slice_in_dim(layer.attention.sinks[...][repeat], first, heads)
+
+
+def _read_ring_block(
+    pages: jax.Array, repeat: jax.Array, positions: jax.Array, chunk: ChunkView, spec: StageSpec, block: jax.Array
+) -> ring.KVBlock:
+    count = chunk.cached + chunk.num_tokens
+    return kv_pages.read_block(pages, repeat, positions, chunk, count, block, spec.ring_block)
 
 
 def _full_attention(
-    layer: DecoderLayer,
     q_TNH: jax.Array,
+    sinks_N: jax.Array,
+    kv_heads: int,
     chunk: ChunkView,
     num_blocks: jax.Array,
-    pages: jax.Array,
-    positions: jax.Array,
+    read_block: Callable[[jax.Array], ring.KVBlock],
     spec: StageSpec,
-    config: GptOssConfig,
 ) -> Partial:
-    tokens, heads, head_dim = q_TNH.shape
-    kv_heads = pages.shape[2] // 2
+    call = spec.attention(None)
     blocks = QueryBlocks.of(chunk, spec.block_q)
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
-    call = spec.attention(None)
-    count = chunk.cached + chunk.num_tokens
+    start = attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call)
     return ring.ring_scan(
         lambda partial, kv: attention.attend(partial, q_KTGH, positions_T, blocks, *kv, call),
-        lambda b: kv_pages.read_block(pages, positions, chunk, count, b, spec.ring_block),
+        read_block,
         num_blocks,
-        attention.start_partial(_sinks(layer, heads), tokens, kv_heads, head_dim, call),
+        start,
     )
 
 
 def _window_attention(
-    layer: DecoderLayer,
     q_TNH: jax.Array,
+    sinks_N: jax.Array,
     kv_TJH: jax.Array,
     chunk: ChunkView,
-    tails: jax.Array,
+    tail_WJH: jax.Array,
     spec: StageSpec,
     config: GptOssConfig,
 ) -> tuple[Partial, jax.Array]:
-    tokens, heads, head_dim = q_TNH.shape
     kv_heads = kv_TJH.shape[1] // 2
     call = spec.attention(config.sliding_window)
-    tail = tails[chunk.slot]
-    band = halo.window_band(kv_TJH, tail, chunk, spec.block_kv)
+    band = halo.window_band(kv_TJH, tail_WJH, chunk, spec.block_kv)
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
     partial = attention.attend(
-        attention.start_partial(_sinks(layer, heads), tokens, kv_heads, head_dim, call),
+        attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
         q_KTGH,
         positions_T,
         QueryBlocks.of(chunk, spec.block_q),
@@ -187,4 +201,4 @@ def _window_attention(
         call,
     )
     new_tail = halo.band_tail(band, chunk, config.sliding_window)
-    return partial, tails.at[chunk.slot].set(jnp.where(chunk.num_tokens > 0, new_tail, tail))
+    return partial, jnp.where(chunk.num_tokens > 0, new_tail, tail_WJH)

@@ -27,6 +27,19 @@ class StagePlan:
     layers: tuple[tuple[int | None, ...], ...]
 
     @property
+    def unit(self) -> tuple[str, ...]:
+        """The shortest run of kinds that, repeated, is the pattern; a program traces it once."""
+        length = len(self.pattern)
+        return next(
+            self.pattern[:n] for n in range(1, length + 1) if length % n == 0 and self.pattern[:n] * (length // n) == self.pattern
+        )
+
+    @property
+    def repeats(self) -> int:
+        """How often the unit is repeated."""
+        return len(self.pattern) // len(self.unit)
+
+    @property
     def num_layers(self) -> int:
         """Layers of the model."""
         return sum(layer is not None for stage in self.layers for layer in stage)
@@ -42,15 +55,15 @@ class StagePlan:
         most = max(sum(layer is not None for layer in stage) for stage in self.layers)
         return most * len(self.layers) / self.num_layers
 
-    def slots_of_kind(self, kind: str) -> tuple[int, ...]:
-        """The slots of the pattern that hold layers of one kind."""
-        return tuple(slot for slot, k in enumerate(self.pattern) if k == kind)
+    def layer_at(self, stage: int, repeat: int, slot: int) -> int | None:
+        """The global index of the layer in a slot of a repeat of the unit, None if it is empty."""
+        return self.layers[stage][repeat * len(self.unit) + slot]
 
-    def location(self, layer: int) -> tuple[int, int]:
-        """The (stage, slot) of a layer given by its global index."""
+    def location(self, layer: int) -> tuple[int, int, int]:
+        """The (stage, repeat, slot of the unit) of a layer given by its global index."""
         for stage, slots in enumerate(self.layers):
             if layer in slots:
-                return stage, slots.index(layer)
+                return stage, *divmod(slots.index(layer), len(self.unit))
         raise ValueError(f"layer {layer} is not one of the {self.num_layers} layers")
 
     def describe(self) -> str:

@@ -341,7 +341,7 @@ class Engine:
             block_kv = min(self._block_kv, max(1 << (slots - 1).bit_length(), page))
             unit = max(page, block_kv)
             spec = StageSpec(
-                pattern=self._plan.pattern,
+                unit=self._plan.unit,
                 ring_block=-(-slots // unit) * unit,
                 block_q=min(self._block_q, slots),
                 block_kv=block_kv,
@@ -414,7 +414,7 @@ class Engine:
         slots = max(len(p) for p in positions)
         groups = [local_parts(group) for group in tick.pages]
         pages = {
-            where: np.concatenate([g[where].reshape(len(part), -1, *part.shape[3:]) for g in groups], 1)[:, :slots]
+            where: np.concatenate([g[where].reshape(*part.shape[:2], -1, *part.shape[4:]) for g in groups], 2)[:, :, :slots]
             for where, part in groups[0].items()
         }
         kept = {FULL: tokens, SLIDING: min(tokens, config.sliding_window)}

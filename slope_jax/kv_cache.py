@@ -59,12 +59,12 @@ def cache_arrays(
     """The shapes of the cache's arrays, each leading with the axes of the mesh."""
     lead = (mesh.pp, mesh.ring, mesh.ulysses)
     combined = 2 * max(config.num_kv_heads // mesh.ulysses, 1)
-    pages = (*lead, shape.pages, shape.page, combined, config.head_dim)
-    tails = (*lead, shape.requests, config.sliding_window, combined, config.head_dim)
+    pages = (*lead, plan.repeats, shape.pages, shape.page, combined, config.head_dim)
+    tails = (*lead, plan.repeats, shape.requests, config.sliding_window, combined, config.head_dim)
     return StageCache(
         positions=jax.ShapeDtypeStruct((*lead, shape.pages, shape.page), jnp.int32),
-        pages=tuple(jax.ShapeDtypeStruct(pages, dtype) for _ in plan.slots_of_kind(FULL)),
-        tails=tuple(jax.ShapeDtypeStruct(tails, dtype) for _ in plan.slots_of_kind(SLIDING)),
+        pages=tuple(jax.ShapeDtypeStruct(pages, dtype) for kind in plan.unit if kind == FULL),
+        tails=tuple(jax.ShapeDtypeStruct(tails, dtype) for kind in plan.unit if kind == SLIDING),
     )
 
 
@@ -116,17 +116,18 @@ def make_read_pages(mesh: Mesh) -> ReadPages:
     """Builds the program that copies a request's KV out of the cache, on each device its own part.
 
     It takes the cache, page ids int32 `[ring, n]` and the request's row int32 `[]`, and returns the pages
-    `[P, ring, ulysses, full slots, n, page, J, H]` and the tails `[P, ring, ulysses, window slots, window, J, H]`.
+    `[P, ring, ulysses, full slots, repeats, n, page, J, H]` and the tails
+    `[P, ring, ulysses, window slots, repeats, window, J, H]`.
     """
 
     def device_read(cache: StageCache, ids: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         local = jax.tree.map(lambda a: a[0, 0, 0], cache)
-        pages = [layer[jnp.clip(ids[0], 0, layer.shape[0] - 1)] for layer in local.pages]
-        tails = [layer[row] for layer in local.tails]
+        pages = [slot[:, jnp.clip(ids[0], 0, slot.shape[1] - 1)] for slot in local.pages]
+        tails = [slot[:, row] for slot in local.tails]
         return _stack(pages), _stack(tails)
 
-    def _stack(layers: list[jax.Array]) -> jax.Array:
-        stacked = jnp.stack(layers) if layers else jnp.zeros((0,), jnp.float32)
+    def _stack(slots: list[jax.Array]) -> jax.Array:
+        stacked = jnp.stack(slots) if slots else jnp.zeros((0,), jnp.float32)
         return stacked[None, None, None]
 
     sharded = jax.shard_map(device_read, mesh=mesh, in_specs=(PER_DEVICE, P(RING), P()), out_specs=PER_DEVICE)

@@ -27,8 +27,8 @@ class PromptParts:
     """This process's part of a prompt's KV.
 
     Attributes:
-      pages: per device `[full slots, slots, J, H]`, the slots of whole groups of pages.
-      tails: per device `[window slots, window, J, H]`.
+      pages: per device `[full slots of the unit, repeats, token slots, J, H]`.
+      tails: per device `[window slots of the unit, repeats, window, J, H]`.
       positions: per ring rank, the positions of its slots in order.
     """
 
@@ -81,9 +81,9 @@ class PromptKVReader:
         self._gather, self._group_slots = gather, group_slots
 
     def __call__(self, layer: int) -> LayerKV:
-        stage, slot = self._plan.location(layer)
-        kind = self._plan.pattern[slot]
-        index = self._plan.slots_of_kind(kind).index(slot)
+        stage, repeat, slot = self._plan.location(layer)
+        kind = self._plan.unit[slot]
+        index = self._plan.unit[:slot].count(kind), repeat
         if kind == FULL:
             rows = {where: part[index] for where, part in self._parts.pages.items()}
             return self._assemble(self._stage_rows(rows, stage), self._parts.positions, 0)

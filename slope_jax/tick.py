@@ -64,7 +64,8 @@ def make_tick(
     """
     ring, ulysses = mesh.shape[RING], mesh.shape[ULYSSES]
     rows = tokens // (ring * ulysses)
-    holds_layer = np.array([[layer is not None for layer in stage] for stage in plan.layers])
+    filled = np.array([[layer is not None for layer in stage] for stage in plan.layers])
+    filled = filled.reshape(len(plan.layers), plan.repeats, len(plan.unit))
 
     def device_tick(
         params: nnx.State, state: EngineState, packed: jax.Array, incoming: jax.Array
@@ -80,7 +81,7 @@ def make_tick(
         x = jnp.where(stage == 0, jnp.where(valid[:, None], embedded, 0), local.hidden[:rows])
         x, cache, work = run_stage(
             [_stage_layer(layer) for layer in model.layers],
-            jnp.asarray(holds_layer)[stage],
+            jnp.asarray(filled)[stage],
             x,
             chunk,
             incoming[0],
@@ -108,7 +109,7 @@ def make_tick(
 
 
 def _stage_layer(layer: nnx.Module) -> nnx.Module:
-    """A layer slot without the stage axis, of which a device holds one entry."""
+    """A slot of the unit without the stage axis, of which a device holds one entry."""
     graph, params = nnx.split(layer)
     return nnx.merge(graph, jax.tree.map(lambda a: a[0], params))
 
