@@ -16,6 +16,7 @@ import numpy as np
 
 from slope_jax.mesh.axes import varying
 from slope_jax.mesh.layout import ChunkView
+from slope_jax.model.bits import from_bits
 from slope_jax.model.ops import precision_of
 
 LOG2_E = float(np.log2(np.e))  # softmax is done in powers of two: queries and sinks are scaled by this
@@ -106,10 +107,10 @@ def attend(
 
     Args:
       partial: the result so far.
-      q_KTGH: queries scaled by `LOG2_E / sqrt(H)`, with `block_q` slots of padding at the end.
+      q_KTGH: queries scaled by `LOG2_E / sqrt(H)`, with `block_q` slots of padding at the end, as `bits`.
       positions_T: the queries' positions, padded likewise.
       blocks: the query blocks to work on.
-      kv_JSH: keys, then values, of the device's KV heads.
+      kv_JSH: keys, then values, of the device's KV heads, as `bits`.
       positions_S: their positions, ascending; negative or `PAD_POSITION` where there is no key.
       spec: the static parameters; `block_kv` divides S.
     """
@@ -117,12 +118,12 @@ def attend(
     k_KSH, v_KSH = kv_JSH[:kv_heads], kv_JSH[kv_heads:]
     block_q, block_kv = spec.block_q, spec.block_kv
     first_S, last_S = positions_S[::block_kv], positions_S[block_kv - 1 :: block_kv]
-    precision = precision_of(q_KTGH.dtype)
 
     def query_block(i: jax.Array, partial: Partial) -> Partial:
         start, end = blocks.start[i], blocks.end[i]
         rows = [jax.lax.dynamic_slice_in_dim(x, start, block_q, axis=1) for x in (*partial[:3], q_KTGH)]
-        q_KRH = rows[3].reshape(kv_heads, block_q * group, head_dim)
+        q_KRH = from_bits(rows[3]).reshape(kv_heads, block_q * group, head_dim)
+        precision = precision_of(q_KRH.dtype)
         q_positions = jax.lax.dynamic_slice_in_dim(positions_T, start, block_q)
         earliest, latest = q_positions[0], q_positions[jnp.minimum(block_q, end - start) - 1]
         # Of the keys in ascending blocks, `earliest` sees whole blocks up to `whole`, `latest` parts of them up to
@@ -138,6 +139,7 @@ def attend(
         def step(j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
             max_KR, sum_KR, out_KRH = carry
             k, v = (jax.lax.dynamic_slice_in_dim(x, j * block_kv, block_kv, axis=1) for x in (k_KSH, v_KSH))
+            k, v = from_bits(k), from_bits(v)
             scores_KRS = jnp.einsum(
                 "KRH,KSH->KRS", q_KRH, k, precision=precision, preferred_element_type=jnp.float32
             )

@@ -18,9 +18,10 @@ from jax.typing import DTypeLike
 
 from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, mesh_shape
 from slope_jax.model import moe, mxfp4
+from slope_jax.model.bits import from_bits
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.ops import dot, rms_norm
-from slope_jax.model.params import param
+from slope_jax.model.params import kernel, param
 from slope_jax.model.stages import StagePlan
 
 Stack = tuple[int, int]  # pipeline stages, repeats of the unit of layers
@@ -36,23 +37,23 @@ class Attention(nnx.Module):
         D, H = config.hidden_size, config.head_dim
         N, C = config.num_heads, config.num_heads + 2 * config.num_kv_heads
         self.norm = param((*stack, D), jnp.float32, PP)
-        self.qkv_kernel = param((*stack, D, C * H), dtype, PP)
+        self.qkv_kernel = kernel((*stack, D, C * H), dtype, PP)
         self.qkv_bias = param((*stack, C * H), jnp.float32, PP)
         self.sinks = param((*stack, N), jnp.float32, PP)
-        self.out_kernel = param((*stack, N * H, D), dtype, PP)
+        self.out_kernel = kernel((*stack, N * H, D), dtype, PP)
         self.out_bias = param((*stack, D), jnp.float32, PP)
 
     def project_in(self, x_TD: jax.Array, repeat: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[T, N, H]`, keys and values `[T, K, H]` of the residual stream, float32, before RoPE."""
         c = self.config
         t_TD = rms_norm(x_TD, self.norm[...][repeat], c.rms_norm_eps)
-        c_TCH = (dot(t_TD, self.qkv_kernel[...][repeat]) + self.qkv_bias[...][repeat]).reshape(x_TD.shape[0], -1, c.head_dim)
+        c_TCH = (dot(t_TD, from_bits(self.qkv_kernel[...][repeat])) + self.qkv_bias[...][repeat]).reshape(x_TD.shape[0], -1, c.head_dim)
         q, k, v = jnp.split(c_TCH, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
         return q, k, v
 
     def project_out(self, out_TC: jax.Array, repeat: jax.Array) -> jax.Array:
         """What the block adds to the residual stream, from the heads' outputs `[T, N * H]`; float32."""
-        return dot(out_TC, self.out_kernel[...][repeat]) + self.out_bias[...][repeat]
+        return dot(out_TC, from_bits(self.out_kernel[...][repeat])) + self.out_bias[...][repeat]
 
 
 class Experts(nnx.Module):
@@ -60,15 +61,15 @@ class Experts(nnx.Module):
 
     def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up = param((*stack, E, D, 2 * F), dtype, PP)
+        self.gate_up = kernel((*stack, E, D, 2 * F), dtype, PP)
         self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, PP)
-        self.down = param((*stack, E, F, D), dtype, PP)
+        self.down = kernel((*stack, E, F, D), dtype, PP)
         self.down_bias = param((*stack, E, D), jnp.float32, PP)
 
     def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
         """The kernels of one expert: gate_up `[D, 2F]` and down `[F, D]`."""
         del dtype  # the weights have been stored in it
-        return self.gate_up[...][repeat, expert], self.down[...][repeat, expert]
+        return from_bits(self.gate_up[...][repeat, expert]), from_bits(self.down[...][repeat, expert])
 
 
 class PackedExperts(nnx.Module):
@@ -97,13 +98,13 @@ class MixtureOfExperts(nnx.Module):
         self.config = config
         D, E = config.hidden_size, config.num_experts
         self.norm = param((*stack, D), jnp.float32, PP)
-        self.router_kernel = param((*stack, D, E), dtype, PP)
+        self.router_kernel = kernel((*stack, D, E), dtype, PP)
         self.router_bias = param((*stack, E), jnp.float32, PP)
         self.experts = PackedExperts(config, stack) if packed else Experts(config, stack, dtype)
 
     def __call__(self, x_TD: jax.Array, valid_T: jax.Array, repeat: jax.Array) -> jax.Array:
         """What the block adds to the residual stream of the valid tokens; float32."""
-        kernel = self.router_kernel[...][repeat]
+        kernel = from_bits(self.router_kernel[...][repeat])
         t_TD = rms_norm(x_TD, self.norm[...][repeat], self.config.rms_norm_eps).astype(kernel.dtype)
         routing = moe.route(dot(t_TD, kernel) + self.router_bias[...][repeat], self.config.experts_per_token)
         experts = self.experts
@@ -136,7 +137,7 @@ class GptOss(nnx.Module):
     def __init__(self, config: GptOssConfig, plan: StagePlan, devices: int, dtype: DTypeLike, packed: bool):
         V, D = config.vocab_size, config.hidden_size
         self.config = config
-        self.embedding = param((V, _round_up(D, devices)), dtype, None, AXES)
+        self.embedding = kernel((V, _round_up(D, devices)), dtype, None, AXES)
         stack = (len(plan.layers), plan.repeats)
         self.layers = nnx.List([DecoderLayer(config, stack, dtype, packed) for _ in plan.unit])
         self.final_norm = param((D,), jnp.float32)
@@ -154,12 +155,11 @@ class GptOss(nnx.Module):
         columns = self.embedding[...][ids_RWU.transpose(0, 2, 1).reshape(ring * ulysses, rows)]
         mine = jax.lax.all_to_all(columns, SEQUENCE_AXES, split_axis=0, concat_axis=2, tiled=True)
         x_TD = jax.lax.all_gather(mine[0], PP, axis=1, tiled=True)
-        return x_TD[:, : self.config.hidden_size].astype(jnp.float32)
+        return from_bits(x_TD[:, : self.config.hidden_size]).astype(jnp.float32)
 
     def unembed(self, x_D: jax.Array) -> jax.Array:
         """The logits of this device's rows of the vocabulary, float32, for one token of the residual stream."""
-        kernel = self.unembedding[...]
-        return dot(rms_norm(x_D, self.final_norm[...], self.config.rms_norm_eps), kernel.T)
+        return dot(rms_norm(x_D, self.final_norm[...], self.config.rms_norm_eps), self.unembedding[...].T)
 
 
 def abstract_model(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from slope_jax.mesh.axes import varying
+from slope_jax.model.bits import from_bits, to_bits
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.ops import dot
 
@@ -93,6 +94,7 @@ def grouped_mlp(
     block = _block_rows(tokens * choices, config.num_experts)
     groups = group_by_expert(routing.experts_TX, valid_T, config.num_experts)
     token_of_row = jnp.pad(groups.order // choices, (0, block))
+    bits_TD = to_bits(x_TD)
     used = jnp.argsort(groups.size == 0, stable=True)
 
     def one_expert(i: jax.Array, y_RD: jax.Array) -> jax.Array:
@@ -101,7 +103,7 @@ def grouped_mlp(
 
         def one_block(b: jax.Array, y_RD: jax.Array) -> jax.Array:
             row = groups.start[expert] + b * block
-            x_BD = x_TD[jax.lax.dynamic_slice_in_dim(token_of_row, row, block)]
+            x_BD = from_bits(bits_TD[jax.lax.dynamic_slice_in_dim(token_of_row, row, block)])
             u_BF = dot(x_BD, gate_up) + gate_up_bias_EF[expert]
             gate, up = jnp.split(u_BF, 2, axis=-1)
             a_BF = clamped_swiglu(gate, up, config.swiglu_limit, config.swiglu_alpha)
@@ -112,8 +114,8 @@ def grouped_mlp(
 
     rows = varying(jnp.zeros((tokens * choices + block, x_TD.shape[1]), jnp.float32))
     rows = jax.lax.fori_loop(0, jnp.sum(groups.size > 0), one_expert, rows)
-    y_TXD = rows[groups.row_of_pair].reshape(tokens, choices, -1)
-    y_TD = jnp.einsum("TXD,TX->TD", y_TXD, routing.weights_TX, precision=jax.lax.Precision.HIGHEST)
+    y_TXD = rows[groups.row_of_pair.reshape(tokens, choices)]
+    y_TD = jnp.sum(y_TXD * routing.weights_TX[:, :, None], axis=1)
     return jnp.where(valid_T[:, None], y_TD, 0)
 
 

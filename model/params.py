@@ -8,6 +8,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from slope_jax.model.bits import storage_dtype
+
 
 def param(shape: tuple[int, ...], dtype: DTypeLike, *spec: str | tuple[str, ...] | None) -> nnx.Param[jax.Array]:
     """Declares a parameter of a global shape, split over mesh axes as `spec` says.
@@ -16,3 +18,8 @@ def param(shape: tuple[int, ...], dtype: DTypeLike, *spec: str | tuple[str, ...]
     come from a checkpoint.
     """
     return nnx.Param(jnp.zeros(shape, dtype), out_sharding=PartitionSpec(*spec))
+
+
+def kernel(shape: tuple[int, ...], dtype: DTypeLike, *spec: str | tuple[str, ...] | None) -> nnx.Param[jax.Array]:
+    """Declares weights of which parts are read by index, and which are therefore kept as `bits`."""
+    return param(shape, storage_dtype(dtype), *spec)

@@ -16,6 +16,7 @@ from slope_jax.mesh.axes import ULYSSES, varying
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
 from slope_jax.model import attention, kv_pages, rope
 from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks
+from slope_jax.model.bits import from_bits, to_bits
 from slope_jax.model.config import FULL, GptOssConfig
 from slope_jax.model.gpt_oss import DecoderLayer
 
@@ -112,8 +113,9 @@ def run_stage(
                     partial, tail = _window_attention(q_TNH, sinks_N, kv_TJH, seen, tail, spec, config)
                     tails[sliding] = tails[sliding].at[repeat, chunk.slot].set(tail)
                 sliding += 1
-            out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(kv_TJH.dtype)
-            change_TD = layer.attention.project_out(ulysses.gather_heads(out_TNH), repeat)
+            out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
+            out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH)))
+            change_TD = layer.attention.project_out(out_TC, repeat)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
             with jax.named_scope("experts"):
                 x_TD = x_TD + layer.moe(x_TD, valid_T & is_layer, repeat)
@@ -130,10 +132,10 @@ def _project_in(
 ) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope("project_in"):
         q_TNH, k_TKH, v_TKH = layer.attention.project_in(x_TD, repeat)
-        dtype = layer.attention.qkv_kernel[...].dtype
+        dtype = from_bits(layer.attention.out_kernel[...][0]).dtype
         scale = attention.LOG2_E / math.sqrt(q_TNH.shape[-1])
         q_TNH, k_TKH = rope.rotate(q_TNH, *angles) * scale, rope.rotate(k_TKH, *angles)
-        return ulysses.scatter_heads(*(x.astype(dtype) for x in (q_TNH, k_TKH, v_TKH)))
+        return ulysses.scatter_heads(*(to_bits(x.astype(dtype)) for x in (q_TNH, k_TKH, v_TKH)))
 
 
 def _queries(q_TNH: jax.Array, chunk: ChunkView, kv_heads: int, spec: StageSpec) -> tuple[jax.Array, jax.Array]:

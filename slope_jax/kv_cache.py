@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from slope_jax.mesh.axes import PER_DEVICE, RING, MeshShape
 from slope_jax.mesh.layout import largest_share
+from slope_jax.model.bits import storage_dtype
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
 from slope_jax.model.stage import StageCache
 from slope_jax.model.stages import StagePlan
@@ -56,15 +57,16 @@ def cache_shape(
 def cache_arrays(
     config: GptOssConfig, plan: StagePlan, mesh: MeshShape, shape: CacheShape, dtype: DTypeLike
 ) -> StageCache:
-    """The shapes of the cache's arrays, each leading with the axes of the mesh."""
+    """The shapes of the cache's arrays, each leading with the axes of the mesh; keys and values are kept as bits."""
+    stored = storage_dtype(dtype)
     lead = (mesh.pp, mesh.ring, mesh.ulysses)
     combined = 2 * max(config.num_kv_heads // mesh.ulysses, 1)
     pages = (*lead, plan.repeats, shape.pages, shape.page, combined, config.head_dim)
     tails = (*lead, plan.repeats, shape.requests, config.sliding_window, combined, config.head_dim)
     return StageCache(
         positions=jax.ShapeDtypeStruct((*lead, shape.pages, shape.page), jnp.int32),
-        pages=tuple(jax.ShapeDtypeStruct(pages, dtype) for kind in plan.unit if kind == FULL),
-        tails=tuple(jax.ShapeDtypeStruct(tails, dtype) for kind in plan.unit if kind == SLIDING),
+        pages=tuple(jax.ShapeDtypeStruct(pages, stored) for kind in plan.unit if kind == FULL),
+        tails=tuple(jax.ShapeDtypeStruct(tails, stored) for kind in plan.unit if kind == SLIDING),
     )
 
 

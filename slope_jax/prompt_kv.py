@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -27,8 +28,8 @@ class PromptParts:
     """This process's part of a prompt's KV.
 
     Attributes:
-      pages: per device `[full slots of the unit, repeats, token slots, J, H]`.
-      tails: per device `[window slots of the unit, repeats, window, J, H]`.
+      pages: keys and values as `bits`, per device `[full slots of the unit, repeats, token slots, J, H]`.
+      tails: likewise `[window slots of the unit, repeats, window, J, H]`.
       positions: per ring rank, the positions of its slots in order.
     """
 
@@ -108,6 +109,8 @@ class PromptKVReader:
             at = positions[ring][held] - start
             for half in (0, 1):
                 kv[half, at, first : first + heads] = part[: len(held), half * heads : (half + 1) * heads][held]
+        if kv.dtype == np.uint16:
+            kv = kv.view(ml_dtypes.bfloat16)
         return start, kv[0], kv[1]
 
     def _stage_rows(self, rows: dict[Coordinates, NDArray[Any]], stage: int) -> dict[tuple[int, int], NDArray[Any]]:
