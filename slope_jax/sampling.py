@@ -1,0 +1,85 @@
+"""The choice of the first token from the logits of the last position, on the host in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token id and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+def sample_token(
+    logits: NDArray[np.float32], temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
+) -> int:
+    """Chooses a token.
+
+    Greedy at temperature 0, the lowest id on ties. Otherwise logits are divided by the temperature, cut to the `top_k`
+    most likely tokens (0: all), then to the smallest set whose probability among those reaches `top_p`, and one token
+    is drawn with a counter-based generator (Philox), so that every process that holds the same logits draws the same
+    token from the same seed.
+
+    Args:
+      logits: `[vocab]`.
+      temperature: 0 or greater.
+      top_p: in (0, 1].
+      top_k: 0 or greater.
+      seed: 0 to 2**64 - 1.
+
+    Raises:
+      ValueError: the logits are not one finite vector.
+    """
+    values = _check_logits(logits)
+    if temperature == 0:
+        return int(np.argmax(values))
+    # Sorting logits, which are exact, and not probabilities keeps the order independent of the exp of the platform.
+    order = np.argsort(-values, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the greatest to -inf
+        weights = np.exp((values[order] - values[order[0]]) / temperature)
+    cumulative = np.cumsum(weights)
+    if top_p < 1:
+        kept = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+        order, cumulative = order[:kept], cumulative[:kept]
+    drawn = np.random.Generator(np.random.Philox(key=seed)).random() * cumulative[-1]
+    index = min(int(np.searchsorted(cumulative, drawn, side="right")), len(order) - 1)
+    return int(order[index])
+
+
+def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The natural logarithms of `softmax(logits)`, `[vocab]`; raises ValueError as `sample_token`."""
+    shifted = _check_logits(logits)
+    shifted -= shifted.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def top_logprobs(logits: NDArray[np.float32], n: int) -> list[TokenLogprob]:
+    """The `n` most likely tokens at temperature 1, most likely first, the lowest id first on ties.
+
+    Raises:
+      ValueError: the logits are not one finite vector.
+    """
+    logprobs = log_probabilities(logits)
+    order = np.argsort(-np.asarray(logits), kind="stable")[:n]
+    return [TokenLogprob(int(i), float(logprobs[i])) for i in order]
+
+
+def _check_logits(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    values = np.array(logits, dtype=np.float64)
+    if values.ndim != 1 or not values.size:
+        raise ValueError(f"logits must be one vector over the vocabulary, not of shape {values.shape}")
+    finite = np.isfinite(values)
+    if not finite.all():
+        bad = int(np.argmin(finite))
+        raise ValueError(
+            f"{int((~finite).sum())} of {values.size} logits are not finite; first: {values[bad]} at {bad}"
+        )
+    return values
