@@ -86,8 +86,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     available = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
     if shape.num_devices > len(available):
         raise ValueError(
-            f"the mesh {shape} (pp x ring x ulysses) needs {shape.num_devices} devices, but there are "
-            f"{len(available)}"
+            f"the mesh {shape} (pp x ring x ulysses) needs {shape.num_devices} devices, but there are {len(available)}"
         )
     chosen = _take_evenly(available, shape.num_devices)
     left_out = {d.process_index for d in available} - {d.process_index for d in chosen}
@@ -111,7 +110,7 @@ def _take_evenly(devices: list[jax.Device], count: int) -> list[jax.Device]:
 
 
 def varying(tree: Tree) -> Tree:
-    """Declares that arrays differ from device to device, as the carry of a loop must when the loop makes them differ."""
+    """Declares that arrays differ from device to device, as a loop's carry must when the loop makes them differ."""
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying)

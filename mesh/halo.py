@@ -1,8 +1,8 @@
 """The keys that sliding-window layers need from before each segment, by two small neighbour exchanges.
 
 The window of a segment's first token reaches window - 1 keys back. By the rules of `layout` they lie at the end of the
-segment before it: for a rank's first segment on the rank below (on rank 0: the tail of the chunk before), for its second
-segment on the rank above. Spliced in, they make a band in which positions ascend:
+segment before it: for a rank's first segment on the rank below (on rank 0: the tail of the chunk before), for its
+second segment on the rank above. Spliced in, they make a band in which positions ascend:
 
     [ halo | first segment | halo | second segment | padding ]
 
@@ -65,9 +65,7 @@ def band_tail(band: Band, chunk: ChunkView, window: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(band.kv_SJH, end - window, window)
 
 
-def _exchange(
-    kv_TJH: jax.Array, tail: jax.Array, chunk: ChunkView, reach: int
-) -> tuple[jax.Array, jax.Array]:
+def _exchange(kv_TJH: jax.Array, tail: jax.Array, chunk: ChunkView, reach: int) -> tuple[jax.Array, jax.Array]:
     ring = jax.lax.axis_size(RING)
     end_of_first = jax.lax.dynamic_slice_in_dim(kv_TJH, chunk.split - reach, reach)
     end_of_second = jax.lax.dynamic_slice_in_dim(kv_TJH, chunk.num_tokens - reach, reach)

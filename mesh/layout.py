@@ -7,16 +7,17 @@ Causal work is then the same on all m ranks:
     m = 3       rank 0        rank 1        rank 2
                 [ 0 | 5 ]     [ 1 | 4 ]     [ 2 . 3 ]       | is the split, rank 2 has none: 2 and 3 are neighbours
 
-Slot i of a ring rank is row i // ulysses of its ulysses rank i % ulysses, so padding is spread evenly, and where a token
-lies does not depend on the bucket. All ranks take part once a chunk has 2 * ring * (window - 1) tokens; below that, m is
-as large as keeps every segment at least window - 1 long. So the keys that a segment's window needs from before it always
-lie at the end of the one segment before it, on a neighbour (see `halo`), and the last tokens of a chunk, which the next
-chunk needs, lie on rank 0, which needs them.
+Slot i of a ring rank is row i // ulysses of its ulysses rank i % ulysses, so padding is spread evenly, and where a
+token lies does not depend on the bucket. All ranks take part once a chunk has 2 * ring * (window - 1) tokens; below
+that, m is as large as keeps every segment at least window - 1 long. So the keys that a segment's window needs from
+before it always lie at the end of the one segment before it, on a neighbour (see `halo`), and the last tokens of a
+chunk, which the next chunk needs, lie on rank 0, which needs them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -81,7 +82,7 @@ def bucket_unit(shape: MeshShape) -> int:
 
 
 def length_buckets(chunk_tokens: int, shape: MeshShape, window: int) -> tuple[int, ...]:
-    """The token counts that chunks are padded to, ascending; each at most twice the one before, the last the largest."""
+    """The token counts that chunks are padded to, ascending, each at most twice the one before."""
     unit, smallest = bucket_unit(shape), smallest_bucket(shape, window)
     largest = max(_round_up(chunk_tokens, unit), smallest)
     buckets = [largest]
@@ -100,7 +101,7 @@ def plan_chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """
     chunks = -(-num_tokens // chunk_tokens)
     bounds = [i * num_tokens // chunks for i in range(chunks + 1)]
-    return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [(a, b - a) for a, b in itertools.pairwise(bounds)]
 
 
 def prompt_positions(num_tokens: int, chunk_tokens: int, ring: int, window: int) -> list[np.ndarray]:

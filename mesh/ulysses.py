@@ -11,8 +11,8 @@ from slope_jax.mesh.axes import ULYSSES
 def scatter_heads(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives every ulysses rank all tokens of its ring rank for its share of the heads, in one exchange.
 
-    Where the degree exceeds the number of KV heads, each KV head is sent to the ranks of its query heads: rank u gets KV
-    head `u * K // ulysses`.
+    Where the degree exceeds the number of KV heads, each KV head is sent to the ranks of its query heads: rank u gets
+    KV head `u * K // ulysses`.
 
     Args:
       q_TNH: queries of this device's tokens, all N heads.

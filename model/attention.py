@@ -29,12 +29,12 @@ class QueryBlocks(NamedTuple):
     Attributes:
       start: first slot of each block.
       end: first slot that no longer belongs to the block's segment.
-      count: how many blocks there are.
+      number: how many blocks there are.
     """
 
     start: jax.Array
     end: jax.Array
-    count: jax.Array
+    number: jax.Array
 
     @staticmethod
     def of(chunk: ChunkView, size: int) -> QueryBlocks:
@@ -140,9 +140,7 @@ def attend(
             max_KR, sum_KR, out_KRH = carry
             k, v = (jax.lax.dynamic_slice_in_dim(x, j * block_kv, block_kv, axis=1) for x in (k_KSH, v_KSH))
             k, v = from_bits(k), from_bits(v)
-            scores_KRS = jnp.einsum(
-                "KRH,KSH->KRS", q_KRH, k, precision=precision, preferred_element_type=jnp.float32
-            )
+            scores_KRS = jnp.einsum("KRH,KSH->KRS", q_KRH, k, precision=precision, preferred_element_type=jnp.float32)
             if masked:
                 key_positions = jax.lax.dynamic_slice_in_dim(positions_S, j * block_kv, block_kv)
                 mask_RS = jnp.repeat(_visible(q_positions, key_positions, spec.window), group, axis=0)
@@ -173,9 +171,9 @@ def attend(
             )
             for whole_x, old, new in zip(partial[:3], rows[:3], carry, strict=True)
         ]
-        return Partial(*updated, partial.blocks + jnp.maximum(stop - begin, 0))
+        return Partial(updated[0], updated[1], updated[2], partial.blocks + jnp.maximum(stop - begin, 0))
 
-    return jax.lax.fori_loop(0, blocks.count, query_block, partial)
+    return jax.lax.fori_loop(0, blocks.number, query_block, partial)
 
 
 def finish_partial(partial: Partial, tokens: int) -> jax.Array:

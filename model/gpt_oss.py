@@ -1,9 +1,9 @@
 """gpt-oss in Flax NNX, as the shards that one device of the mesh holds.
 
 Parameters are declared with their global shapes. Those of layers lead with the stage axis, split over `pp` and
-replicated over `ring` and `ulysses`, and the repeat axis: a stage runs its unit of layers several times, with the weights
-of repeat r in the r-th time, so that programs do not grow with the number of layers. Embedding and unembedding are split
-over all devices. The modules are called inside `shard_map`, where the stage axis has been taken off.
+replicated over `ring` and `ulysses`, and the repeat axis: a stage runs its unit of layers several times, with the
+weights of repeat r in the r-th time, so that programs do not grow with the number of layers. Embedding and unembedding
+are split over all devices. The modules are called inside `shard_map`, where the stage axis has been taken off.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Attention(nnx.Module):
         """Queries `[T, N, H]`, keys and values `[T, K, H]` of the residual stream, float32, before RoPE."""
         c = self.config
         t_TD = rms_norm(x_TD, self.norm[...][repeat], c.rms_norm_eps)
-        c_TCH = (dot(t_TD, from_bits(self.qkv_kernel[...][repeat])) + self.qkv_bias[...][repeat]).reshape(x_TD.shape[0], -1, c.head_dim)
+        c_TCH = (dot(t_TD, from_bits(self.qkv_kernel[...][repeat])) + self.qkv_bias[...][repeat]).reshape(
+            x_TD.shape[0], -1, c.head_dim
+        )
         q, k, v = jnp.split(c_TCH, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
         return q, k, v
 
@@ -86,7 +88,9 @@ class PackedExperts(nnx.Module):
 
     def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
         """The kernels of one expert, unpacked: gate_up `[D, 2F]` and down `[F, D]`."""
-        gate_up = mxfp4.unpack(self.gate_up_blocks[...][repeat, expert], self.gate_up_scales[...][repeat, expert], dtype)
+        gate_up = mxfp4.unpack(
+            self.gate_up_blocks[...][repeat, expert], self.gate_up_scales[...][repeat, expert], dtype
+        )
         down = mxfp4.unpack(self.down_blocks[...][repeat, expert], self.down_scales[...][repeat, expert], dtype)
         return gate_up.T, down.T
 

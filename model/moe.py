@@ -1,8 +1,8 @@
 """Mixture of experts: routing, and a grouped matrix product that works only on rows that exist.
 
-The (token, choice) pairs are sorted by expert. Each expert with rows is visited once, its weights are read (or unpacked)
-once, and its rows are worked on block by block. Blocks are written in ascending order, so the rows that a block writes
-beyond the end of its expert are overwritten by the next expert.
+The (token, choice) pairs are sorted by expert. Each expert with rows is visited once, its weights are read (or
+unpacked) once, and its rows are worked on block by block. Blocks are written in ascending order, so the rows that a
+block writes beyond the end of its expert are overwritten by the next expert.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from slope_jax.model.ops import rms_norm
 from slope_jax.model.rope import inverse_frequencies, magnitude, rotate
 
 Array = NDArray[np.float32]
-Read = Callable[[str], Array]
+Read = Callable[[str], jax.Array]
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -43,8 +43,8 @@ def forward(directory: str | os.PathLike[str], token_ids: Sequence[int]) -> tupl
     checkpoint = Checkpoint.open(os.fspath(directory))
     config = checkpoint.config
 
-    def read(name: str) -> Array:
-        return checkpoint.read(name).astype(np.float32)
+    def read(name: str) -> jax.Array:
+        return jnp.asarray(checkpoint.read(name).astype(np.float32))
 
     angles = np.outer(np.arange(len(token_ids)), inverse_frequencies(config.rope, config.head_dim))
     scale = magnitude(config.rope)

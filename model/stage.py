@@ -82,7 +82,7 @@ def run_stage(
       spec: the static parameters.
 
     Returns:
-      The residual stream after the stage, the caches with the chunk in them, and the number of attention block products.
+      The residual stream after the stage, the caches with the chunk in them, and the attention block products computed.
     """
     ranks = jax.lax.axis_size(ULYSSES)
     rank = jax.lax.axis_index(ULYSSES)

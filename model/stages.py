@@ -31,7 +31,9 @@ class StagePlan:
         """The shortest run of kinds that, repeated, is the pattern; a program traces it once."""
         length = len(self.pattern)
         return next(
-            self.pattern[:n] for n in range(1, length + 1) if length % n == 0 and self.pattern[:n] * (length // n) == self.pattern
+            self.pattern[:n]
+            for n in range(1, length + 1)
+            if length % n == 0 and self.pattern[:n] * (length // n) == self.pattern
         )
 
     @property

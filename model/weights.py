@@ -7,6 +7,7 @@ unpack, transpose and de-interleave on the device.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -34,14 +35,33 @@ PIECE_BYTES = 64 << 20  # about what is read or made at a time of a large parame
 def load_weights(
     directory: str | os.PathLike[str], config: GptOssConfig, plan: StagePlan, mesh: Mesh, dtype: DTypeLike, packed: bool
 ) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
-    """Loads a folder of safetensors files, or one that `orbax_io.convert` wrote; see `load_model`.
+    """Opens a folder with `open_source` and loads it with `load_model`."""
+    return load_model(open_source(directory), config, plan, mesh, dtype, packed)
+
+
+def open_source(directory: str | os.PathLike[str]) -> TensorSource:
+    """Opens a folder of safetensors files, or one that `orbax_io.convert` wrote, and checks that it is complete.
 
     Raises:
-      ValueError: as `Checkpoint.open` or `orbax_io.ConvertedCheckpoint.open`, and `load_model`.
+      ValueError: as `Checkpoint.open` or `orbax_io.ConvertedCheckpoint.open`.
     """
     if orbax_io.is_converted(directory):
-        return load_model(orbax_io.ConvertedCheckpoint.open(directory), config, plan, mesh, dtype, packed)
-    return load_model(Checkpoint.open(directory), config, plan, mesh, dtype, packed)
+        return orbax_io.ConvertedCheckpoint.open(directory)
+    return Checkpoint.open(os.fspath(directory))
+
+
+def model_fingerprint(source: TensorSource) -> str:
+    """A hash of the hyperparameters and of the first row of every tensor but the experts' products.
+
+    It tells two sets of weights of one architecture apart, at the price of a few kilobytes a tensor, and is the same
+    for all forms in which the experts of a model can be stored.
+    """
+    digest = hashlib.sha256(source.config.fingerprint().encode())
+    names = expected_tensors(source.config, source.quantized)
+    for name in sorted(n for n in names if not n.endswith(("_proj", "_blocks", "_scales"))):
+        digest.update(name.encode())
+        digest.update(source.read(name, slice(0, 1 if len(source.shape(name)) > 1 else None)).astype("<f4").tobytes())
+    return digest.hexdigest()
 
 
 def load_model(

@@ -18,17 +18,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from slope_jax.handoff import KVHeader, LayerSpan, PrefillKV, hash_token_ids
-from slope_jax.kv_cache import PageAllocator, cache_arrays, cache_shape, make_read_pages
+from slope_jax.handoff import KVHeader, PrefillKV, hash_token_ids
+from slope_jax.kv_cache import PageAllocator, cache_shape, empty_cache, make_read_pages
 from slope_jax.mesh import distributed
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
 from slope_jax.mesh.layout import length_buckets, pack_chunk, packed_length, prompt_positions
-from slope_jax.model.config import FULL, SLIDING, GptOssConfig, load_config
+from slope_jax.model import weights
+from slope_jax.model.config import GptOssConfig
 from slope_jax.model.gpt_oss import GptOss
 from slope_jax.model.stage import StageSpec
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
-from slope_jax.model.weights import load_weights
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import PrefillResult
@@ -74,6 +74,10 @@ class _Dispatched:
     pages: list[jax.Array]
     tails: jax.Array | None
 
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.logits.is_ready())  # type: ignore[attr-defined]  # the stubs of jax lack it
+
 
 class Engine:
     """A gpt-oss checkpoint on a device mesh, ready to prefill.
@@ -91,6 +95,7 @@ class Engine:
         graph: nnx.GraphDef[GptOss],
         params: nnx.State,
         tokenizer: Tokenizer | None,
+        model_fingerprint: str,
         dtype: str,
         chunk_tokens: int,
         kv_cache_tokens: int,
@@ -100,7 +105,7 @@ class Engine:
     ):
         """Takes the parts that `load` has made and checked."""
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
-        self.chunk_tokens = chunk_tokens
+        self.model_fingerprint, self.chunk_tokens = model_fingerprint, chunk_tokens
         self.shape = MeshShape(*mesh.devices.shape)
         self.buckets = length_buckets(chunk_tokens, self.shape, config.sliding_window)
         self.max_prompt_tokens = min(config.max_position, kv_cache_tokens)
@@ -121,7 +126,7 @@ class Engine:
         self._ticks: dict[int, tuple[Callable[..., Any], int]] = {}
         self._read_pages = make_read_pages(mesh)
         self._gather = make_gather(mesh)
-        self._make_state = self._state_maker()
+        self._make_state = jax.jit(self._empty_state, out_shardings=jax.NamedSharding(mesh, PER_DEVICE))
         self._state: EngineState | None = None
 
     @classmethod
@@ -145,8 +150,8 @@ class Engine:
           checkpoint: a folder in Hugging Face layout, or one written by `slope_jax.launch.convert`.
           mesh: how many devices each axis has.
           dtype: "bfloat16", or "float32" for exact comparison: weights, matrix products and KV.
-          expert_weights: "bfloat16" unpacks the experts at load (to `dtype`), "mxfp4" keeps them packed in device memory
-            and unpacks each where it is used.
+          expert_weights: "bfloat16" unpacks the experts at load (to `dtype`), "mxfp4" keeps them packed in device
+            memory and unpacks each where it is used.
           chunk_tokens: prompts are processed in chunks of at most this many tokens.
           kv_cache_tokens: tokens that the KV cache holds; the model's maximum by default.
           devices: the devices to use; all by default.
@@ -167,7 +172,8 @@ class Engine:
                 raise ValueError(f"{name} must be a power of two, not {value}")
         if not isinstance(mesh, MeshShape):
             raise ValueError(f"mesh must be a MeshShape, not {type(mesh).__name__}")
-        config = load_config(checkpoint)
+        source = weights.open_source(checkpoint)
+        config = source.config
         mesh.check_heads(config.num_heads, config.num_kv_heads)
         plan = plan_stages(config.layer_types, mesh.pp)
         if kv_cache_tokens is None:
@@ -178,10 +184,11 @@ class Engine:
             block_q = max(512 // group, 16)
         _check_positive("block_q", block_q)
         device_mesh = make_mesh(mesh, devices)
+        fingerprint = weights.model_fingerprint(source)
         distributed.agree(
             "Engine.load",
             {
-                "config": config.fingerprint(),
+                "model": fingerprint,
                 "mesh": str(mesh),
                 "dtype": dtype,
                 "expert_weights": expert_weights,
@@ -195,7 +202,8 @@ class Engine:
             log.info("%s", describe_mesh(device_mesh))
             log.info("%s", plan.describe())
         tokenizer = load_tokenizer(checkpoint, config.vocab_size)
-        graph, params = load_weights(checkpoint, config, plan, device_mesh, _DTYPES[dtype], expert_weights == "mxfp4")
+        packed = expert_weights == "mxfp4"
+        graph, params = weights.load_model(source, config, plan, device_mesh, _DTYPES[dtype], packed)
         return cls(
             config=config,
             plan=plan,
@@ -203,6 +211,7 @@ class Engine:
             graph=graph,
             params=params,
             tokenizer=tokenizer,
+            model_fingerprint=fingerprint,
             dtype=dtype,
             chunk_tokens=min(chunk_tokens, config.max_position),
             kv_cache_tokens=kv_cache_tokens,
@@ -275,7 +284,7 @@ class Engine:
             stages.appendleft(scheduler.next_chunk())
             in_flight.append(self._dispatch_stages(list(stages), ids, scheduler))
             stages[-1] = None
-            while in_flight and (len(in_flight) > _TICKS_IN_FLIGHT or in_flight[0].logits.is_ready()):
+            while in_flight and (len(in_flight) > _TICKS_IN_FLIGHT or in_flight[0].is_ready):
                 complete()
         while in_flight:
             complete()
@@ -289,7 +298,9 @@ class Engine:
         longest = max(work.num_tokens for work in stages if work is not None)
         bucket = next(b for b in self.buckets if b >= longest)
         rounds, logits, blocks = self._dispatch(stages, bucket, ids)
-        finished, pages, tails = stages[-1], [], None
+        finished = stages[-1]
+        pages: list[jax.Array] = []
+        tails = None
         if finished is not None and finished.is_last:
             tokens = max(int(c) + len(r.positions) for c, r in zip(finished.cached, finished.ranks, strict=True))
             pages, tails = self._fetch_kv(finished.allocation.page_table, tokens, finished.allocation.row)
@@ -351,29 +362,18 @@ class Engine:
             packed = (self.shape.pp, self.shape.ring, packed_length(slots, self._cache_shape.table))
             lowered = tick.lower(
                 self._params,
-                self._abstract_state(),
-                jax.ShapeDtypeStruct(packed, jnp.int32, sharding=jax.NamedSharding(self.mesh, P(PP, RING))),
-                jax.ShapeDtypeStruct((1 + bucket,), jnp.int32, sharding=jax.NamedSharding(self.mesh, P())),
+                _sharded(jax.eval_shape(self._empty_state), self.mesh, PER_DEVICE),
+                _sharded(jax.ShapeDtypeStruct(packed, jnp.int32), self.mesh, P(PP, RING)),
+                _sharded(jax.ShapeDtypeStruct((1 + bucket,), jnp.int32), self.mesh, P()),
             )
             self._ticks[bucket] = lowered.compile(), spec.ring_block
         return self._ticks[bucket]
 
-    def _abstract_state(self) -> EngineState:
+    def _empty_state(self) -> EngineState:
         rows = self.buckets[-1] // (self.shape.ring * self.shape.ulysses)
-        hidden = (*self.mesh.devices.shape, rows, self.config.hidden_size)
-        cache = cache_arrays(self.config, self._plan, self.shape, self._cache_shape, _DTYPES[self._dtype])
-        sharding = jax.NamedSharding(self.mesh, PER_DEVICE)
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            EngineState(jax.ShapeDtypeStruct(hidden, jnp.float32), cache),
-        )
-
-    def _state_maker(self) -> Callable[[], EngineState]:
-        abstract = self._abstract_state()
-        return jax.jit(
-            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),
-            out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
-        )
+        hidden = jnp.zeros((*self.mesh.devices.shape, rows, self.config.hidden_size), jnp.float32)
+        dtype = _DTYPES[self._dtype]
+        return EngineState(hidden, empty_cache(self.config, self._plan, self.shape, self._cache_shape, dtype))
 
     def _put(self, array: NDArray[Any], spec: P = P()) -> jax.Array:  # noqa: B008 - immutable
         """Places an array that every process has."""
@@ -394,7 +394,7 @@ class Engine:
         return pages, tails
 
     def _result(self, request: ParsedRequest, tick: _Dispatched, arrival: float) -> PrefillResult:
-        assert tick.finished is not None and tick.tails is not None
+        assert tick.finished is not None
         logits = np.asarray(tick.logits)[: self.config.vocab_size]
         token_id = sample_token(logits, request.temperature, request.top_p, request.top_k, request.seed)
         ttft = time.perf_counter() - arrival
@@ -414,19 +414,17 @@ class Engine:
         slots = max(len(p) for p in positions)
         groups = [local_parts(group) for group in tick.pages]
         pages = {
-            where: np.concatenate([g[where].reshape(*part.shape[:2], -1, *part.shape[4:]) for g in groups], 2)[:, :, :slots]
+            where: np.concatenate([g[where].reshape(*part.shape[:2], -1, *part.shape[4:]) for g in groups], 2)[
+                :, :, :slots
+            ]
             for where, part in groups[0].items()
         }
-        kept = {FULL: tokens, SLIDING: min(tokens, config.sliding_window)}
-        header = KVHeader(
-            model_fingerprint=config.fingerprint(),
-            token_ids_sha256=hash_token_ids(request.token_ids),
-            num_tokens=tokens,
+        header = KVHeader.of_prompt(
+            config,
+            request.token_ids,
             first_token_id=token_id,
             dtype=self._dtype,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            layers=tuple(LayerSpan(kind, tokens - kept[kind], kept[kind]) for kind in config.layer_types),
+            model_fingerprint=self.model_fingerprint,
         )
         reader = PromptKVReader(
             PromptParts(pages=pages, tails=local_parts(tick.tails), positions=positions),
@@ -438,6 +436,12 @@ class Engine:
             self._group * self._cache_shape.page,
         )
         return PrefillKV(header, reader, is_writer=jax.process_index() == 0)
+
+
+def _sharded(shapes: Any, mesh: Mesh, spec: P) -> Any:
+    """Array shapes with a sharding, for lowering."""
+    sharding = jax.NamedSharding(mesh, spec)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
 
 
 def _digest(request: ParsedRequest) -> str:

@@ -54,19 +54,19 @@ def cache_shape(
     return CacheShape(page=page, pages=table + requests, table=table, requests=requests)
 
 
-def cache_arrays(
+def empty_cache(
     config: GptOssConfig, plan: StagePlan, mesh: MeshShape, shape: CacheShape, dtype: DTypeLike
 ) -> StageCache:
-    """The shapes of the cache's arrays, each leading with the axes of the mesh; keys and values are kept as bits."""
+    """A cache of zeros, each array leading with the axes of the mesh; keys and values are kept as bits."""
     stored = storage_dtype(dtype)
     lead = (mesh.pp, mesh.ring, mesh.ulysses)
     combined = 2 * max(config.num_kv_heads // mesh.ulysses, 1)
     pages = (*lead, plan.repeats, shape.pages, shape.page, combined, config.head_dim)
     tails = (*lead, plan.repeats, shape.requests, config.sliding_window, combined, config.head_dim)
     return StageCache(
-        positions=jax.ShapeDtypeStruct((*lead, shape.pages, shape.page), jnp.int32),
-        pages=tuple(jax.ShapeDtypeStruct(pages, stored) for kind in plan.unit if kind == FULL),
-        tails=tuple(jax.ShapeDtypeStruct(tails, stored) for kind in plan.unit if kind == SLIDING),
+        positions=jnp.zeros((*lead, shape.pages, shape.page), jnp.int32),
+        pages=tuple(jnp.zeros(pages, stored) for kind in plan.unit if kind == FULL),
+        tails=tuple(jnp.zeros(tails, stored) for kind in plan.unit if kind == SLIDING),
     )
 
 

@@ -82,6 +82,7 @@ class PromptKVReader:
         self._gather, self._group_slots = gather, group_slots
 
     def __call__(self, layer: int) -> LayerKV:
+        """One layer, in token order."""
         stage, repeat, slot = self._plan.location(layer)
         kind = self._plan.unit[slot]
         index = self._plan.unit[:slot].count(kind), repeat
@@ -119,7 +120,9 @@ class PromptKVReader:
             return {(ring, ulysses): part for (pp, ring, ulysses), part in rows.items() if pp == stage}
         shape, size = mesh_shape(self._mesh), next(iter(rows.values())).shape[0]
         step = self._group_slots
-        groups = [self._gather_group({w: p[a : a + step] for w, p in rows.items()}, stage) for a in range(0, size, step)]
+        groups = [
+            self._gather_group({w: p[a : a + step] for w, p in rows.items()}, stage) for a in range(0, size, step)
+        ]
         whole = np.concatenate(groups, axis=2)
         return {(r, u): whole[r, u] for r in range(shape.ring) for u in range(shape.ulysses)}
 

@@ -1,8 +1,8 @@
 """Which chunk enters the pipeline next.
 
-The chunk comes from the request with the fewest tokens left, so short prompts overtake long ones and a long one waits at
-most for the short ones of its own batch. A request is admitted when the cache has room for all of it, and keeps its room
-until its last chunk has left the last stage.
+The chunk comes from the request with the fewest tokens left, so short prompts overtake long ones and a long one waits
+at most for the short ones of its own batch. A request is admitted when the cache has room for all of it, and keeps its
+room until its last chunk has left the last stage.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ Each stage has its own chunk, of whichever request; an idle stage has a chunk wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from slope_jax.mesh.axes import AXES, PER_DEVICE, PP, RING, SEQUENCE_AXES, ULYSSES
 from slope_jax.mesh.layout import ChunkView
 from slope_jax.model.config import GptOssConfig
-from slope_jax.model.gpt_oss import GptOss
+from slope_jax.model.gpt_oss import DecoderLayer, GptOss
 from slope_jax.model.stage import StageCache, StageSpec, run_stage
 from slope_jax.model.stages import StagePlan
 
@@ -41,11 +40,6 @@ class EngineState:
     cache: StageCache
 
 
-TickFunction = Callable[
-    [nnx.State, EngineState, jax.Array, jax.Array], tuple[EngineState, jax.Array, jax.Array]
-]
-
-
 def make_tick(
     graph: nnx.GraphDef[GptOss],
     model_specs: nnx.State,
@@ -54,13 +48,13 @@ def make_tick(
     mesh: Mesh,
     spec: StageSpec,
     tokens: int,
-) -> TickFunction:
+) -> jax.stages.Wrapped:
     """Builds the tick for chunks of up to `tokens` tokens.
 
     The function takes the model's state, the engine's state (donated), the packed chunks int32 `[P, ring, ...]` (see
     `layout.pack_chunk`) and int32 `[1 + tokens]`: the rounds of the ring, then the ids of the chunk that enters stage 0
-    by ring rank and slot. It returns the new state, the logits float32 `[V padded]` after the last token of the chunk in
-    the last stage, and the attention block products per device `[P, ring, ulysses]`.
+    by ring rank and slot. It returns the new state, the logits float32 `[V padded]` after the last token of the chunk
+    in the last stage, and the attention block products per device `[P, ring, ulysses]`.
     """
     ring, ulysses = mesh.shape[RING], mesh.shape[ULYSSES]
     rows = tokens // (ring * ulysses)
@@ -108,7 +102,7 @@ def make_tick(
     return jax.jit(sharded, donate_argnums=1, out_shardings=(state_sharding, everywhere, everywhere))
 
 
-def _stage_layer(layer: nnx.Module) -> nnx.Module:
+def _stage_layer(layer: DecoderLayer) -> DecoderLayer:
     """A slot of the unit without the stage axis, of which a device holds one entry."""
     graph, params = nnx.split(layer)
     return nnx.merge(graph, jax.tree.map(lambda a: a[0], params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -102,7 +103,7 @@ def test_prompt_positions_ascend_over_chunks() -> None:
 
 def test_a_packed_chunk_reads_back() -> None:
     rank = zigzag(40, 50, 2, 8)[1]
-    view = ChunkView.unpack(pack_chunk(rank, 7, 3, np.array([5, 9, -1], np.int32), 32), 32)
+    view = ChunkView.unpack(jnp.asarray(pack_chunk(rank, 7, 3, np.array([5, 9, -1], np.int32), 32)), 32)
     count = len(rank.positions)
     assert (int(view.num_tokens), int(view.split), int(view.cached), int(view.slot)) == (count, rank.split, 7, 3)
     np.testing.assert_array_equal(view.positions_T[:count], rank.positions)

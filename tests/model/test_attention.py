@@ -24,7 +24,7 @@ def blockwise(
     block_kv: int = 8,
 ) -> tuple[np.ndarray, int]:
     """Attention of q `[T, N, H]` to keys and values `[S, K, H]` in parts, each padded to whole blocks; blocks done."""
-    tokens, heads, head_dim = q.shape
+    tokens, _, head_dim = q.shape
     spec = AttentionSpec(block_q=block_q, block_kv=block_kv, window=window)
     kv_heads = parts[0][0].shape[1]
     scaled = (q * (LOG2_E / np.sqrt(head_dim))).astype(np.float32)

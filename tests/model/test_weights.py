@@ -267,3 +267,18 @@ def test_every_byte_is_read_once(toy_dir: pathlib.Path, shape: tuple[int, int, i
     load(source, shape, BFLOAT16, False)
     index = json.loads((toy_dir / "model.safetensors.index.json").read_text())
     assert source.bytes_read == index["metadata"]["total_size"]
+
+
+def test_fingerprint_tells_weights_apart_but_not_forms(checkpoint: WriteCheckpoint) -> None:
+    def fingerprint(model: TinyModel, **options: Any) -> str:
+        return weights.model_fingerprint(weights.open_source(checkpoint(model, **options)))
+
+    forms: list[dict[str, Any]] = [
+        {},
+        {"experts": "bfloat16"},
+        {"num_files": 1},
+        {"experts": "float32", "dtype": "float32"},
+    ]
+    assert len({fingerprint(TOY, **form) for form in forms}) == 1
+    assert fingerprint(TOY) != fingerprint(dataclasses.replace(TOY, seed=99))
+    assert fingerprint(TOY) != fingerprint(dataclasses.replace(TOY, rope_theta=101.0))

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slope_jax import MeshShape, Request
-from tests.oracle.checkpoints import WriteCheckpoint
 from tests.oracle import checkpoints
+from tests.oracle.checkpoints import WriteCheckpoint
 from tests.slope_jax.engines import ALL_SHAPES, check, engine
 
 LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 127, 150, 301]

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from slope_jax import Engine, MeshShape
-from tests.oracle.checkpoints import WriteCheckpoint
 from tests.oracle import checkpoints, golden, numpy_forward
+from tests.oracle.checkpoints import WriteCheckpoint
 from tests.slope_jax.engines import check, engine
 
 

@@ -1,11 +1,11 @@
-"""The scheduler in fake time: short prompts are not blocked by long ones, nor long ones by more than the short (S06)."""
+"""The scheduler in fake time: short prompts do not wait for long ones, nor long ones for more than the short (S06)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from slope_jax.kv_cache import CacheShape, PageAllocator
+from slope_jax.kv_cache import Allocation, CacheShape, PageAllocator
 from slope_jax.scheduler import ChunkWork, Scheduler
 
 SHAPE = CacheShape(page=8, pages=100, table=80, requests=4)
@@ -66,7 +66,7 @@ def test_requests_at_once_are_bounded() -> None:
 @pytest.mark.parametrize("ring", [1, 3])
 def test_pages_are_neither_lost_nor_shared(ring: int) -> None:
     allocator = PageAllocator(SHAPE, ring)
-    held = []
+    held: list[Allocation] = []
     rng = np.random.default_rng(0)
     for _ in range(300):
         if held and rng.random() < 0.5:
