@@ -144,8 +144,11 @@ def test_processes_that_disagree_end_with_the_difference(
         folders[i].mkdir()
         (folders[i] / "checkpoint").symlink_to(checkpoint(its_model))
         write_prompts(folders[i], its_lengths)
-    relative = [pathlib.Path(name) for name in ("checkpoint", "prompts.jsonl", "out")]
-    commands = [flags(*relative, "--nowarmup", f"--chunk_tokens={tokens}") for tokens in (64, chunk)]
+    where = pathlib.Path()
+    commands = [
+        flags(where / "checkpoint", where / "prompts.jsonl", where / "out", "--nowarmup", f"--chunk_tokens={tokens}")
+        for tokens in (64, chunk)
+    ]
     processes = start_pair(commands, tmp_path, folders)
     try:
         for i, process in enumerate(processes):
