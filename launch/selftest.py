@@ -252,11 +252,12 @@ def run() -> int:
     values = flags.FLAGS
     shape = common_flags.setup_runtime()
     try:
-        mesh = make_mesh(shape)
+        hosts = distributed.hosts()
+        mesh = make_mesh(shape, hosts=hosts)
     except ValueError as error:
         raise common_flags.StartError(str(error)) from error
     if jax.process_index() == 0:
-        print(describe_mesh(mesh), flush=True)
+        print(describe_mesh(mesh, hosts), flush=True)
     max_bytes = values.max_bytes or (CPU_MAX_BYTES if mesh.devices.flat[0].platform == "cpu" else SIZES[-1])
     sizes = [size for size in SIZES if size <= max_bytes]
     right = run_all(mesh, sizes, Watchdog(values.collective_timeout_s, _hangs))

@@ -73,17 +73,22 @@ def _kv_fits(ulysses: int, num_kv_heads: int) -> bool:
     return num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    shape: MeshShape, devices: Sequence[jax.Device] | None = None, hosts: Sequence[str] | None = None
+) -> Mesh:
     """Builds the device mesh, ulysses innermost so that its groups stay on one host where that is possible.
 
     Args:
       shape: the degrees of the axes.
       devices: the devices to use, in any order; all devices of all processes by default.
+      hosts: the host of each process, by its number; by default every process counts as a host of its own.
 
     Raises:
       ValueError: the mesh needs more devices than there are, or would leave a process without a device of the mesh.
     """
-    available = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    if hosts is None:
+        hosts = [str(process) for process in range(jax.process_count())]
+    available = _host_by_host(jax.devices() if devices is None else devices, hosts)
     if shape.num_devices > len(available):
         raise ValueError(
             f"the mesh {shape} (pp x ring x ulysses) needs {shape.num_devices} devices, but there are {len(available)}"
@@ -97,6 +102,11 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
         )
     grid = np.array(chosen, dtype=object).reshape(shape.pp, shape.ring, shape.ulysses)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _host_by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
+    """Devices of one host next to each other, whatever the order in which processes were numbered."""
+    return sorted(devices, key=lambda d: (hosts.index(hosts[d.process_index]), d.process_index, d.id))
 
 
 def _take_evenly(devices: list[jax.Device], count: int) -> list[jax.Device]:
@@ -124,16 +134,24 @@ def mesh_shape(mesh: Mesh) -> MeshShape:
     return MeshShape(pp=mesh.shape[PP], ring=mesh.shape[RING], ulysses=mesh.shape[ULYSSES])
 
 
-def describe_mesh(mesh: Mesh) -> str:
-    """A table of the mesh for the start-up log: one line per ulysses group, with process and device ids."""
-    lines = [f"mesh {mesh_shape(mesh)} (pp x ring x ulysses), {mesh.devices.size} devices"]
+def describe_mesh(mesh: Mesh, hosts: Sequence[str]) -> str:
+    """A table of the mesh for the start-up log: one line per ulysses group, with hosts, processes and device ids.
+
+    Args:
+      mesh: the mesh.
+      hosts: the host of each process, by its number.
+    """
+    kinds = sorted({d.device_kind for d in mesh.devices.flat})
+    lines = [f"mesh {mesh_shape(mesh)} (pp x ring x ulysses) of {mesh.devices.size} devices, {', '.join(kinds)}"]
+    lines.append("  each line a ulysses group: host, then process:device")
     split_groups = 0
     for pp, ring in np.ndindex(mesh.devices.shape[:2]):
         group = mesh.devices[pp, ring]
-        hosts = sorted({d.process_index for d in group})
-        split_groups += len(hosts) > 1
-        names = " ".join(f"{d.process_index}:{d.id}" for d in group)
-        lines.append(f"  pp {pp} ring {ring}: process:device {names} ({group[0].device_kind})")
+        by_host: dict[str, list[str]] = {}
+        for device in group:
+            by_host.setdefault(hosts[device.process_index], []).append(f"{device.process_index}:{device.id}")
+        split_groups += len(by_host) > 1
+        lines.append(f"  pp {pp} ring {ring}: " + "; ".join(f"{host} {' '.join(ids)}" for host, ids in by_host.items()))
     if split_groups:
-        lines.append(f"  {split_groups} ulysses groups span several processes")
+        lines.append(f"  {split_groups} ulysses groups span several hosts, whose links are slower")
     return "\n".join(lines)

@@ -164,6 +164,14 @@ def agree(name: str, summary: Mapping[str, str], timeout_s: float = 300.0) -> No
     raise ValueError(f"the processes disagree on {name}: " + ", and ".join(differences))
 
 
+def hosts() -> list[str]:
+    """The host name of every process, by its number."""
+    if _runtime is None:
+        _check_single()
+        return [socket.gethostname()]
+    return [peer.host for _, peer in sorted(_runtime.heartbeat.peers.items())]
+
+
 def broadcast(name: str, value: str, timeout_s: float = 300.0) -> str:
     """The `value` of process 0, on every process; the others' values are ignored. Raises as `agree`."""
     if _runtime is None:

@@ -49,14 +49,14 @@ class StageCache:
 
     Attributes:
       positions: positions of the cached keys, `[pages, page]`, one for all layers.
-      pages: keys and values of each full-attention slot of the unit, `[repeats, pages, page, J, H]`.
-      tails: keys and values of the last `window` tokens for each window slot of the unit,
-        `[repeats, requests, window, J, H]`.
+      pages: keys and values of the full-attention slots of the unit, `[slots, repeats, pages, page, J, H]`.
+      tails: keys and values of the last `window` tokens of each request, for the window slots of the unit,
+        `[slots, repeats, requests, window, J, H]`.
     """
 
     positions: jax.Array
-    pages: tuple[jax.Array, ...]
-    tails: tuple[jax.Array, ...]
+    pages: jax.Array
+    tails: jax.Array
 
 
 def run_stage(
@@ -88,11 +88,10 @@ def run_stage(
     rank = jax.lax.axis_index(ULYSSES)
     angles = rope.rotation(config, chunk.local_rows(chunk.positions_T, ranks, rank))
     valid_T = chunk.local_rows(chunk.valid_T(), ranks, rank)
-    positions = kv_pages.write_slots(cache.positions[None], 0, chunk.positions_T, chunk, chunk.num_tokens)[0]
-    cache = dataclasses.replace(cache, positions=positions)
+    positions = kv_pages.write_slots(cache.positions, (), chunk.positions_T, chunk, chunk.num_tokens)
 
     def run_unit(repeat: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        x_TD, pages, tails, work = carry[0], list(carry[1]), list(carry[2]), carry[3]
+        x_TD, pages, tails, work = carry
         full = sliding = 0
         for slot, (kind, layer) in enumerate(zip(spec.unit, layers, strict=True)):
             # An empty slot sees a chunk without tokens, so its loops, which run to the number of tokens, do not run.
@@ -103,15 +102,15 @@ def run_stage(
             sinks_N = _sinks(layer, repeat, q_TNH.shape[1])
             if kind == FULL:
                 with jax.named_scope("full_attention"):
-                    pages[full] = kv_pages.write_slots(pages[full], repeat, kv_TJH, seen, num_tokens)
-                    read = functools.partial(_read_ring_block, pages[full], repeat, cache.positions, seen, spec)
+                    pages = kv_pages.write_slots(pages, (full, repeat), kv_TJH, seen, num_tokens)
+                    read = functools.partial(_read_ring_block, pages, (full, repeat), positions, seen, spec)
                     partial = _full_attention(q_TNH, sinks_N, kv_TJH.shape[1] // 2, seen, num_blocks, read, spec)
                 full += 1
             else:
                 with jax.named_scope("window_attention"):
-                    tail = tails[sliding][repeat, chunk.slot]
-                    partial, tail = _window_attention(q_TNH, sinks_N, kv_TJH, seen, tail, spec, config)
-                    tails[sliding] = tails[sliding].at[repeat, chunk.slot].set(tail)
+                    where = (sliding, repeat, chunk.slot)
+                    partial, tail = _window_attention(q_TNH, sinks_N, kv_TJH, seen, tails[where], spec, config)
+                    tails = tails.at[where].set(tail)
                 sliding += 1
             out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
             out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH)))
@@ -120,11 +119,11 @@ def run_stage(
             with jax.named_scope("experts"):
                 x_TD = x_TD + layer.moe(x_TD, valid_T & is_layer, repeat)
             work = work + partial.blocks
-        return x_TD, tuple(pages), tuple(tails), work
+        return x_TD, pages, tails, work
 
     start = (x_TD, cache.pages, cache.tails, varying(jnp.zeros((), jnp.int32)))
     x_TD, pages, tails, work = jax.lax.fori_loop(0, active.shape[0], run_unit, start)
-    return x_TD, StageCache(cache.positions, pages, tails), work
+    return x_TD, StageCache(positions, pages, tails), work
 
 
 def _project_in(
@@ -153,10 +152,15 @@ def _sinks(layer: DecoderLayer, repeat: jax.Array, heads: int) -> jax.Array:
 
 
 def _read_ring_block(
-    pages: jax.Array, repeat: jax.Array, positions: jax.Array, chunk: ChunkView, spec: StageSpec, block: jax.Array
+    pages: jax.Array,
+    layer: kv_pages.Layer,
+    positions: jax.Array,
+    chunk: ChunkView,
+    spec: StageSpec,
+    block: jax.Array,
 ) -> ring.KVBlock:
     count = chunk.cached + chunk.num_tokens
-    return kv_pages.read_block(pages, repeat, positions, chunk, count, block, spec.ring_block)
+    return kv_pages.read_block(pages, layer, positions, chunk, count, block, spec.ring_block)
 
 
 def _full_attention(

@@ -29,7 +29,7 @@ from slope_jax.model.gpt_oss import GptOss
 from slope_jax.model.stage import StageSpec
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
-from slope_jax.prompt_kv import PromptKVReader, PromptParts, local_parts, make_gather
+from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import PrefillResult
 from slope_jax.sampling import sample_token
@@ -183,7 +183,8 @@ class Engine:
             group = config.num_heads // max(config.num_kv_heads, mesh.ulysses)
             block_q = max(512 // group, 16)
         _check_positive("block_q", block_q)
-        device_mesh = make_mesh(mesh, devices)
+        hosts = distributed.hosts()
+        device_mesh = make_mesh(mesh, devices, hosts)
         fingerprint = weights.model_fingerprint(source)
         distributed.agree(
             "Engine.load",
@@ -199,7 +200,7 @@ class Engine:
         )
         log = logging.getLogger(__name__)
         if jax.process_index() == 0:
-            log.info("%s", describe_mesh(device_mesh))
+            log.info("%s", describe_mesh(device_mesh, hosts))
             log.info("%s", plan.describe())
         tokenizer = load_tokenizer(checkpoint, config.vocab_size)
         packed = expert_weights == "mxfp4"
@@ -230,8 +231,14 @@ class Engine:
         for bucket in self.buckets:
             self._tick(bucket)
             self._dispatch([None] * self.shape.pp, bucket)
-        self._fetch_kv(np.full((self.shape.ring, self._cache_shape.table), -1, np.int32), 1)
-        return len(self.buckets) + 1
+        pages, _ = self._fetch_kv(np.full((self.shape.ring, self._cache_shape.table), -1, np.int32), 1)
+        programs = len(self.buckets) + 1
+        if jax.process_count() > 1:
+            slots = self._group * self._cache_shape.page
+            rows = {where: part[0, 0].reshape(slots, *part.shape[4:]) for where, part in local_parts(pages[0]).items()}
+            gather_rows(rows, 0, self.mesh, self._gather, slots)
+            programs += 1
+        return programs
 
     def prefill(self, batch: Sequence[Prompt], on_tick: OnTick | None = None) -> list[PrefillResult]:
         """Prefills a batch of prompts of any lengths.
@@ -413,12 +420,10 @@ class Engine:
         positions = prompt_positions(tokens, self.chunk_tokens, self.shape.ring, config.sliding_window)
         slots = max(len(p) for p in positions)
         groups = [local_parts(group) for group in tick.pages]
-        pages = {
-            where: np.concatenate([g[where].reshape(*part.shape[:2], -1, *part.shape[4:]) for g in groups], 2)[
-                :, :, :slots
-            ]
-            for where, part in groups[0].items()
-        }
+        pages = {}
+        for where in groups[0]:
+            whole = np.concatenate([group[where] for group in groups], axis=2)
+            pages[where] = whole.reshape(*whole.shape[:2], -1 if whole.size else 0, *whole.shape[4:])[:, :, :slots]
         header = KVHeader.of_prompt(
             config,
             request.token_ids,

@@ -61,12 +61,12 @@ def empty_cache(
     stored = storage_dtype(dtype)
     lead = (mesh.pp, mesh.ring, mesh.ulysses)
     combined = 2 * max(config.num_kv_heads // mesh.ulysses, 1)
-    pages = (*lead, plan.repeats, shape.pages, shape.page, combined, config.head_dim)
-    tails = (*lead, plan.repeats, shape.requests, config.sliding_window, combined, config.head_dim)
+    kv = (combined, config.head_dim)
+    full, sliding = (plan.unit.count(kind) for kind in (FULL, SLIDING))
     return StageCache(
         positions=jnp.zeros((*lead, shape.pages, shape.page), jnp.int32),
-        pages=tuple(jnp.zeros(pages, stored) for kind in plan.unit if kind == FULL),
-        tails=tuple(jnp.zeros(tails, stored) for kind in plan.unit if kind == SLIDING),
+        pages=jnp.zeros((*lead, full, plan.repeats, shape.pages, shape.page, *kv), stored),
+        tails=jnp.zeros((*lead, sliding, plan.repeats, shape.requests, config.sliding_window, *kv), stored),
     )
 
 
@@ -123,14 +123,8 @@ def make_read_pages(mesh: Mesh) -> ReadPages:
     """
 
     def device_read(cache: StageCache, ids: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        local = jax.tree.map(lambda a: a[0, 0, 0], cache)
-        pages = [slot[:, jnp.clip(ids[0], 0, slot.shape[1] - 1)] for slot in local.pages]
-        tails = [slot[:, row] for slot in local.tails]
-        return _stack(pages), _stack(tails)
-
-    def _stack(slots: list[jax.Array]) -> jax.Array:
-        stacked = jnp.stack(slots) if slots else jnp.zeros((0,), jnp.float32)
-        return stacked[None, None, None]
+        ids = jnp.clip(ids[0], 0, cache.positions.shape[3] - 1)  # unused entries of a page table hold no page
+        return cache.pages[:, :, :, :, :, ids], cache.tails[:, :, :, :, :, row]
 
     sharded = jax.shard_map(device_read, mesh=mesh, in_specs=(PER_DEVICE, P(RING), P()), out_specs=PER_DEVICE)
     return jax.jit(sharded)

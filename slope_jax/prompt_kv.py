@@ -60,6 +60,31 @@ def make_gather(mesh: Mesh) -> Gather:
     return jax.jit(sharded, out_shardings=jax.NamedSharding(mesh, P()))
 
 
+def gather_rows(
+    rows: dict[Coordinates, NDArray[Any]], stage: int, mesh: Mesh, gather: Gather, slots: int
+) -> NDArray[Any]:
+    """The rows of one stage from all processes, `[ring, ulysses, rows, J, H]`; every process must call it.
+
+    Args:
+      rows: up to `slots` rows of each of this process's devices, as many on all.
+      stage: whose rows to gather.
+      mesh: the mesh.
+      gather: the program that `make_gather` built.
+      slots: rows are filled up to this number, so that no length of a prompt compiles anything.
+    """
+    part = next(iter(rows.values()))
+
+    def device_rows(index: Any) -> NDArray[Any]:
+        mine = rows[tuple(s.start or 0 for s in index[:3])]  # type: ignore[index]
+        return np.pad(mine, [(0, slots - len(mine))] + [(0, 0)] * (mine.ndim - 1))[None, None, None]
+
+    shape = (*mesh.devices.shape, slots, *part.shape[1:])
+    array = jax.make_array_from_callback(shape, jax.NamedSharding(mesh, PER_DEVICE), device_rows)
+    everywhere = jax.NamedSharding(mesh, P())
+    stage_array = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(stage, np.int32))
+    return np.asarray(gather(array, stage_array))[:, :, : len(part)]
+
+
 class PromptKVReader:
     """Puts the layers of a prompt together from the parts on all devices.
 
@@ -121,23 +146,8 @@ class PromptKVReader:
         shape, size = mesh_shape(self._mesh), next(iter(rows.values())).shape[0]
         step = self._group_slots
         groups = [
-            self._gather_group({w: p[a : a + step] for w, p in rows.items()}, stage) for a in range(0, size, step)
+            gather_rows({w: p[a : a + step] for w, p in rows.items()}, stage, self._mesh, self._gather, step)
+            for a in range(0, size, step)
         ]
         whole = np.concatenate(groups, axis=2)
         return {(r, u): whole[r, u] for r in range(shape.ring) for u in range(shape.ulysses)}
-
-    def _gather_group(self, rows: dict[Coordinates, NDArray[Any]], stage: int) -> NDArray[Any]:
-        """One group of rows; always of the same shape, so that no length of a prompt compiles anything."""
-        part = next(iter(rows.values()))
-        group = np.zeros((self._group_slots, *part.shape[1:]), part.dtype)
-
-        def device_rows(index: Any) -> NDArray[Any]:
-            mine = rows[tuple(s.start or 0 for s in index[:3])]  # type: ignore[index]
-            group[: len(mine)] = mine
-            return group[None, None, None].copy()
-
-        shape = (*self._mesh.devices.shape, *group.shape)
-        array = jax.make_array_from_callback(shape, jax.NamedSharding(self._mesh, PER_DEVICE), device_rows)
-        everywhere = jax.NamedSharding(self._mesh, P())
-        stage_array = jax.make_array_from_callback((), everywhere, lambda _: np.asarray(stage, np.int32))
-        return np.asarray(self._gather(array, stage_array))[:, :, : len(part)]
