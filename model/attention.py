@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from slope_jax.mesh.axes import varying
 from slope_jax.mesh.layout import ChunkView
 from slope_jax.model.bits import from_bits
 from slope_jax.model.ops import precision_of
 
-LOG2_E = float(np.log2(np.e))  # softmax is done in powers of two: queries and sinks are scaled by this
 _FLOOR = -1e30  # the running maximum before any key; finite, so that no difference of infinities can arise
 
 
@@ -50,7 +48,7 @@ class Partial(NamedTuple):
     """Attention over the keys seen so far, all float32.
 
     Attributes:
-      max_KTG: running maximum of the scores, in powers of two.
+      max_KTG: running maximum of the scores.
       sum_KTG: sum of the exponentials, relative to the maximum.
       out_KTGH: weighted sum of the values, relative to the maximum.
       blocks: number of (query block, key block) products computed.
@@ -88,10 +86,10 @@ def start_partial(sinks_N: jax.Array, tokens: int, kv_heads: int, head_dim: int,
       spec: the static parameters; the result has `block_q` slots more than `tokens`, so that no block is cut short.
     """
     shape = (kv_heads, tokens + spec.block_q, sinks_N.shape[0] // kv_heads)
-    sinks_KTG = jnp.broadcast_to((sinks_N * LOG2_E).reshape(kv_heads, 1, -1), shape)
+    sinks_KTG = jnp.broadcast_to(sinks_N.reshape(kv_heads, 1, -1), shape)
     maximum = jnp.maximum(sinks_KTG, _FLOOR)
     zeros = jnp.zeros((*shape, head_dim), jnp.float32)
-    return varying(Partial(maximum, jnp.exp2(sinks_KTG - maximum), zeros, jnp.zeros((), jnp.int32)))
+    return varying(Partial(maximum, jnp.exp(sinks_KTG - maximum), zeros, jnp.zeros((), jnp.int32)))
 
 
 def attend(
@@ -107,7 +105,7 @@ def attend(
 
     Args:
       partial: the result so far.
-      q_KTGH: queries scaled by `LOG2_E / sqrt(H)`, with `block_q` slots of padding at the end, as `bits`.
+      q_KTGH: queries scaled by `1 / sqrt(H)`, with `block_q` slots of padding at the end, as `bits`.
       positions_T: the queries' positions, padded likewise.
       blocks: the query blocks to work on.
       kv_JSH: keys, then values, of the device's KV heads, as `bits`.
@@ -149,16 +147,17 @@ def attend(
                 is_key = (key_positions >= 0) & (key_positions <= latest)
                 v = jnp.where(is_key[:, None], v, 0)
             new_max_KR = jnp.maximum(max_KR, jnp.max(scores_KRS, axis=-1))
-            weights_KRS = jnp.exp2(scores_KRS - new_max_KR[..., None])
-            scale_KR = jnp.exp2(max_KR - new_max_KR)
+            # Values and sum see the same rounded weights, so that what they weigh always adds up to one.
+            weights_KRS = jnp.exp(scores_KRS - new_max_KR[..., None]).astype(v.dtype)
+            scale_KR = jnp.exp(max_KR - new_max_KR)
             values_KRH = jnp.einsum(
                 "KRS,KSH->KRH",
-                weights_KRS.astype(v.dtype),
+                weights_KRS,
                 v,
                 precision=precision,
                 preferred_element_type=jnp.float32,
             )
-            sum_KR = sum_KR * scale_KR + jnp.sum(weights_KRS, axis=-1)
+            sum_KR = sum_KR * scale_KR + jnp.sum(weights_KRS, axis=-1, dtype=jnp.float32)
             return new_max_KR, sum_KR, out_KRH * scale_KR[..., None] + values_KRH
 
         carry = tuple(x.reshape(kv_heads, block_q * group, *x.shape[3:]) for x in rows[:3])

@@ -91,9 +91,9 @@ def grouped_mlp(
       down_bias_ED: float32 `[E, D]`.
     """
     tokens, choices = routing.experts_TX.shape
-    block = _block_rows(tokens * choices, config.num_experts)
+    sizes = _block_sizes(tokens * choices, config.num_experts)
     groups = group_by_expert(routing.experts_TX, valid_T, config.num_experts)
-    token_of_row = jnp.pad(groups.order // choices, (0, block))
+    token_of_row = jnp.pad(groups.order // choices, (0, sizes[-1]))
     bits_TD = to_bits(x_TD)
     used = jnp.argsort(groups.size == 0, stable=True)
 
@@ -101,25 +101,33 @@ def grouped_mlp(
         expert = used[i]
         gate_up, down = read_weights(expert)
 
-        def one_block(b: jax.Array, y_RD: jax.Array) -> jax.Array:
-            row = groups.start[expert] + b * block
-            x_BD = from_bits(bits_TD[jax.lax.dynamic_slice_in_dim(token_of_row, row, block)])
+        def one_block(row: jax.Array, size: int, y_RD: jax.Array) -> jax.Array:
+            x_BD = from_bits(bits_TD[jax.lax.dynamic_slice_in_dim(token_of_row, row, size)])
             u_BF = dot(x_BD, gate_up) + gate_up_bias_EF[expert]
             gate, up = jnp.split(u_BF, 2, axis=-1)
             a_BF = clamped_swiglu(gate, up, config.swiglu_limit, config.swiglu_alpha)
             y_BD = dot(a_BF, down) + down_bias_ED[expert]
             return jax.lax.dynamic_update_slice_in_dim(y_RD, y_BD, row, axis=0)
 
-        return jax.lax.fori_loop(0, -(-groups.size[expert] // block), one_block, y_RD)
+        row, left = groups.start[expert], groups.size[expert]
+        for size in sizes:
+            # The last size also takes what does not fill a block of it.
+            blocks = left // size if size != sizes[-1] else -(-left // size)
+            y_RD = jax.lax.fori_loop(
+                0, blocks, lambda b, y, row=row, size=size: one_block(row + b * size, size, y), y_RD
+            )
+            row, left = row + blocks * size, left - blocks * size
+        return y_RD
 
-    rows = varying(jnp.zeros((tokens * choices + block, x_TD.shape[1]), jnp.float32))
+    rows = varying(jnp.zeros((tokens * choices + sizes[-1], x_TD.shape[1]), jnp.float32))
     rows = jax.lax.fori_loop(0, jnp.sum(groups.size > 0), one_expert, rows)
     y_TXD = rows[groups.row_of_pair.reshape(tokens, choices)]
     y_TD = jnp.sum(y_TXD * routing.weights_TX[:, :, None], axis=1)
     return jnp.where(valid_T[:, None], y_TD, 0)
 
 
-def _block_rows(pairs: int, num_experts: int) -> int:
-    """Rows of a block: large enough to use the matrix units, small against what an expert gets on average."""
+def _block_sizes(pairs: int, num_experts: int) -> tuple[int, ...]:
+    """Rows of a block, large sizes first: large ones use the matrix units best, small ones waste little on a rest."""
     mean = max(pairs // num_experts, 1)
-    return min(max(1 << (mean - 1).bit_length(), 8), 256)
+    smallest = min(max(1 << (mean // 2).bit_length(), 8), 64)
+    return (512, smallest) if mean >= 512 else (smallest,)

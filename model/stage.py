@@ -132,7 +132,7 @@ def _project_in(
     with jax.named_scope("project_in"):
         q_TNH, k_TKH, v_TKH = layer.attention.project_in(x_TD, repeat)
         dtype = from_bits(layer.attention.out_kernel[...][0]).dtype
-        scale = attention.LOG2_E / math.sqrt(q_TNH.shape[-1])
+        scale = 1 / math.sqrt(q_TNH.shape[-1])
         q_TNH, k_TKH = rope.rotate(q_TNH, *angles) * scale, rope.rotate(k_TKH, *angles)
         return ulysses.scatter_heads(*(to_bits(x.astype(dtype)) for x in (q_TNH, k_TKH, v_TKH)))
 

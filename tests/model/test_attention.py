@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
-from slope_jax.model.attention import LOG2_E, AttentionSpec, QueryBlocks, attend, finish_partial, start_partial
+from slope_jax.model.attention import AttentionSpec, QueryBlocks, attend, finish_partial, start_partial
 from tests import on_mesh
 
 RNG = np.random.default_rng(0)
@@ -27,7 +27,7 @@ def blockwise(
     tokens, _, head_dim = q.shape
     spec = AttentionSpec(block_q=block_q, block_kv=block_kv, window=window)
     kv_heads = parts[0][0].shape[1]
-    scaled = (q * (LOG2_E / np.sqrt(head_dim))).astype(np.float32)
+    scaled = (q / np.sqrt(head_dim)).astype(np.float32)
     q_KTGH = np.pad(scaled, [(0, block_q), (0, 0), (0, 0)]).reshape(tokens + block_q, kv_heads, -1, head_dim)
     positions = np.pad(q_positions.astype(np.int32), (0, block_q), constant_values=PAD_POSITION)
 
