@@ -15,7 +15,22 @@ from slope_jax.result import PrefillResult
 from slope_jax.sampling import top_logprobs
 
 RESULTS_FILE = "results.jsonl"
+KV_FOLDER = "kv"
 TOP_LOGPROBS = 5
+
+
+def prepare_output(output_dir: pathlib.Path) -> None:
+    """Makes the output folder, and removes the results of an earlier run, so that none are taken for those of this one.
+
+    Raises:
+      ValueError: the folder cannot be made or written to.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / RESULTS_FILE).unlink(missing_ok=True)
+        (output_dir / KV_FOLDER).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the output folder {output_dir} cannot be written to: {error}") from error
 
 
 def describe_result(result: PrefillResult, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -39,7 +54,7 @@ def describe_result(result: PrefillResult, tokenizer: Tokenizer | None) -> dict[
 
 def save_kv(result: PrefillResult, output_dir: pathlib.Path) -> dict[str, str]:
     """Saves a result's KV under the output folder; returns the field `kv` or `error`."""
-    folder = output_dir.resolve() / "kv" / folder_name(result.request_id)
+    folder = output_dir.resolve() / KV_FOLDER / folder_name(result.request_id)
     try:
         return {"kv": str(result.kv.save(folder, overwrite=True))}
     except OSError as error:

@@ -11,6 +11,7 @@ The exit status is 0 when every prompt was served, 1 when one was not, and 2 whe
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ from absl import app, flags, logging
 
 from slope_jax.engine import Engine
 from slope_jax.launch.flags import StartError, setup_runtime
-from slope_jax.launch.outputs import RESULTS_FILE, describe_result, save_kv, write_results
+from slope_jax.launch.outputs import RESULTS_FILE, describe_result, prepare_output, save_kv, write_results
 from slope_jax.launch.progress import TickProgress
 from slope_jax.launch.prompt_lines import PromptLine, read_prompt_lines
 from slope_jax.launch.table import format_results
-from slope_jax.mesh.distributed import run_program
+from slope_jax.mesh.distributed import agree, run_program
 from slope_jax.request import ParsedRequest, parse_each
 from slope_jax.result import PrefillResult
 
@@ -42,14 +43,18 @@ def serve(engine: Engine, lines: Sequence[PromptLine], output_dir: pathlib.Path)
     parsed = parse_each([line.request for line in lines], limits=engine.limits, encode=encode)
     requests = [request.as_request() for request in parsed if isinstance(request, ParsedRequest)]
     with TickProgress() as progress:
-        results = iter(engine.prefill(requests, on_tick=progress) if requests else [])
+        results = iter(engine.prefill(requests, on_tick=progress))
     served: list[tuple[PrefillResult, str]] = []
     records: list[dict[str, Any]] = []
-    for line, request in zip(lines, parsed, strict=True):
+    for position, (line, request) in enumerate(zip(lines, parsed, strict=True)):
         if isinstance(request, ValueError):
-            records.append({"id": line.given_id, "line": line.number, "error": str(request)})
+            given = str(position) if line.given_id is None else line.given_id
+            records.append({"id": given, "line": line.number, "error": str(request)})
             continue
         result = next(results)
+        if result.error is not None:
+            records.append({"id": result.request_id, "num_tokens": result.num_tokens, "error": result.error})
+            continue
         record = describe_result(result, engine.tokenizer) | save_kv(result, output_dir)
         records.append(record)
         served.append((result, record.get("kv") or record["error"]))
@@ -64,8 +69,7 @@ def serve(engine: Engine, lines: Sequence[PromptLine], output_dir: pathlib.Path)
 
 
 def _place(record: dict[str, Any]) -> str:
-    place = f"line {record['line']}" if "line" in record else "result"
-    return place if record["id"] is None else f"{place}, id {record['id']!r}"
+    return (f"line {record['line']}, " if "line" in record else "") + f"id {record['id']!r}"
 
 
 def run() -> int:
@@ -74,9 +78,11 @@ def run() -> int:
     output_dir = pathlib.Path(values.output_dir)
     mesh = setup_runtime()
     try:
-        lines = read_prompt_lines(pathlib.Path(values.prompts))
+        prompts = pathlib.Path(values.prompts).read_bytes()
+        agree("the prompts", {"the content of the file": hashlib.sha256(prompts).hexdigest()})
+        lines = read_prompt_lines(prompts)
         if jax.process_index() == 0:
-            output_dir.mkdir(parents=True, exist_ok=True)
+            prepare_output(output_dir)
         engine = Engine.load(
             values.checkpoint,
             mesh=mesh,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 from typing import Any
 
 from slope_jax.request import Request
@@ -27,19 +26,16 @@ class PromptLine:
     request: Request | ValueError
 
 
-def read_prompt_lines(path: pathlib.Path) -> list[PromptLine]:
-    """Reads a prompts file; blank lines are skipped.
+def read_prompt_lines(content: bytes) -> list[PromptLine]:
+    """Reads the content of a prompts file; blank lines are skipped.
 
     Each line is an object with `prompt` (text) or `prompt_token_ids`, and optionally `id` (text or integer),
     `temperature`, `top_p`, `top_k` and `seed`. A line without an id is given its position among the prompts.
-
-    Raises:
-      OSError: the file cannot be read.
     """
     lines = []
-    for number, content in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if content.strip():
-            lines.append(_read_line(number, content))
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            lines.append(_read_line(number, line))
     return lines
 
 

@@ -89,6 +89,8 @@ def make_mesh(
     if hosts is None:
         hosts = [str(process) for process in range(jax.process_count())]
     available = _host_by_host(jax.devices() if devices is None else devices, hosts)
+    if len(set(available)) != len(available):
+        raise ValueError("a device is given twice")
     if shape.num_devices > len(available):
         raise ValueError(
             f"the mesh {shape} (pp x ring x ulysses) needs {shape.num_devices} devices, but there are {len(available)}"

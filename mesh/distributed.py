@@ -28,13 +28,11 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import jax
-import numpy as np
 
 # Private: the detection of Slurm (addresses, numbers) that jax.distributed.initialize itself uses. It has no public
 # name, and the addresses are needed before that call.
 from jax._src import clusters as _clusters
 from jax._src.clusters.slurm_cluster import SlurmCluster as _SlurmCluster
-from jax.experimental import multihost_utils
 
 from slope_jax.mesh import links
 from slope_jax.mesh.heartbeat import Heartbeat, Limits, PeerLostError, print_now
@@ -170,26 +168,6 @@ def hosts() -> list[str]:
         _check_single()
         return [socket.gethostname()]
     return [peer.host for _, peer in sorted(_runtime.heartbeat.peers.items())]
-
-
-def broadcast(name: str, value: str, timeout_s: float = 300.0) -> str:
-    """The `value` of process 0, on every process; the others' values are ignored. Raises as `agree`."""
-    if _runtime is None:
-        _check_single()
-        return value
-    mine = value if _runtime.heartbeat.me.process_id == 0 else ""
-    return _runtime.heartbeat.gather(name, mine, timeout_s)[0]
-
-
-def host_value(array: jax.Array) -> np.ndarray:
-    """The whole of `array` on every process; every process must make the call, in the same order.
-
-    An array that is whole on this process costs no communication; of any other the shards are gathered. (NumPy's
-    conversion would refuse such an array, and its first local shard is only a part.)
-    """
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def run_program(main: Callable[[], int | None], *, refusals: tuple[type[Exception], ...] = ()) -> int:

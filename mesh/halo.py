@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -42,6 +43,8 @@ def window_band(kv_TJH: jax.Array, tail_WJH: jax.Array, chunk: ChunkView, multip
       multiple: the length of the band is rounded up to a multiple of this.
     """
     reach = tail_WJH.shape[0] - 1
+    chex.assert_shape(chunk.positions_T, (kv_TJH.shape[0],))
+    chex.assert_equal_shape_suffix([kv_TJH, tail_WJH], 2)
     below, above = _exchange(kv_TJH, tail_WJH[1:], chunk, reach)
     length = -(-(kv_TJH.shape[0] + 2 * reach) // multiple) * multiple
     kv = _splice(kv_TJH, below, above, chunk.split, length, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +25,8 @@ def scatter_heads(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple
     """
     ranks = jax.lax.axis_size(ULYSSES)
     rows, _, head_dim = q_TNH.shape
+    chex.assert_equal_shape([k_TKH, v_TKH])
+    chex.assert_shape(k_TKH, (rows, None, head_dim))
     repeats = max(ranks // k_TKH.shape[1], 1)
     k, v = (jnp.repeat(x, repeats, axis=1) for x in (k_TKH, v_TKH))
     parts = [x.reshape(rows, ranks, -1, head_dim) for x in (q_TNH, k, v)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -112,7 +113,11 @@ def attend(
       positions_S: their positions, ascending; negative or `PAD_POSITION` where there is no key.
       spec: the static parameters; `block_kv` divides S.
     """
-    kv_heads, _, group, head_dim = q_KTGH.shape
+    kv_heads, slots, group, head_dim = q_KTGH.shape
+    chex.assert_shape(partial.out_KTGH, q_KTGH.shape)
+    chex.assert_shape(positions_T, (slots,))
+    chex.assert_shape(kv_JSH, (2 * kv_heads, positions_S.shape[0], head_dim))
+    chex.assert_is_divisible(positions_S.shape[0], spec.block_kv)
     k_KSH, v_KSH = kv_JSH[:kv_heads], kv_JSH[kv_heads:]
     block_q, block_kv = spec.block_q, spec.block_kv
     first_S, last_S = positions_S[::block_kv], positions_S[block_kv - 1 :: block_kv]

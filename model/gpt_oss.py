@@ -26,8 +26,6 @@ from slope_jax.model.stages import StagePlan
 
 Stack = tuple[int, int]  # pipeline stages, repeats of the unit of layers
 
-MXFP4_BLOCK = 32  # values that share one scale, along the contraction
-
 
 class Attention(nnx.Module):
     """The projections, norm and sinks of an attention block; q, k and v share one kernel, heads in that order."""
@@ -79,11 +77,11 @@ class PackedExperts(nnx.Module):
 
     def __init__(self, config: GptOssConfig, stack: Stack):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up_blocks = param((*stack, E, 2 * F, D // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
-        self.gate_up_scales = param((*stack, E, 2 * F, D // MXFP4_BLOCK), jnp.uint8, PP)
+        self.gate_up_blocks = param((*stack, E, 2 * F, D // mxfp4.BLOCK, mxfp4.BLOCK // 2), jnp.uint8, PP)
+        self.gate_up_scales = param((*stack, E, 2 * F, D // mxfp4.BLOCK), jnp.uint8, PP)
         self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, PP)
-        self.down_blocks = param((*stack, E, D, F // MXFP4_BLOCK, MXFP4_BLOCK // 2), jnp.uint8, PP)
-        self.down_scales = param((*stack, E, D, F // MXFP4_BLOCK), jnp.uint8, PP)
+        self.down_blocks = param((*stack, E, D, F // mxfp4.BLOCK, mxfp4.BLOCK // 2), jnp.uint8, PP)
+        self.down_scales = param((*stack, E, D, F // mxfp4.BLOCK), jnp.uint8, PP)
         self.down_bias = param((*stack, E, D), jnp.float32, PP)
 
     def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -91,6 +92,10 @@ def grouped_mlp(
       down_bias_ED: float32 `[E, D]`.
     """
     tokens, choices = routing.experts_TX.shape
+    chex.assert_shape(x_TD, (tokens, config.hidden_size))
+    chex.assert_shape(valid_T, (tokens,))
+    chex.assert_shape(gate_up_bias_EF, (None, 2 * config.intermediate_size))
+    chex.assert_shape(down_bias_ED, (None, config.hidden_size))
     sizes = _block_sizes(tokens * choices, config.num_experts)
     groups = group_by_expert(routing.experts_TX, valid_T, config.num_experts)
     token_of_row = jnp.pad(groups.order // choices, (0, sizes[-1]))

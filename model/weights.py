@@ -32,13 +32,6 @@ from slope_jax.model.stages import StagePlan
 PIECE_BYTES = 64 << 20  # about what is read or made at a time of a large parameter
 
 
-def load_weights(
-    directory: str | os.PathLike[str], config: GptOssConfig, plan: StagePlan, mesh: Mesh, dtype: DTypeLike, packed: bool
-) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
-    """Opens a folder with `open_source` and loads it with `load_model`."""
-    return load_model(open_source(directory), config, plan, mesh, dtype, packed)
-
-
 def open_source(directory: str | os.PathLike[str]) -> TensorSource:
     """Opens a folder of safetensors files, or one that `orbax_io.convert` wrote, and checks that it is complete.
 

@@ -31,7 +31,7 @@ from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
-from slope_jax.result import PrefillResult
+from slope_jax.result import NO_TOKEN, PrefillResult
 from slope_jax.sampling import sample_token
 from slope_jax.scheduler import ChunkWork, Scheduler
 from slope_jax.tick import EngineState, make_tick
@@ -214,7 +214,7 @@ class Engine:
             tokenizer=tokenizer,
             model_fingerprint=fingerprint,
             dtype=dtype,
-            chunk_tokens=min(chunk_tokens, config.max_position),
+            chunk_tokens=min(chunk_tokens, config.max_position, kv_cache_tokens),
             kv_cache_tokens=kv_cache_tokens,
             block_q=block_q,
             block_kv=block_kv,
@@ -228,6 +228,7 @@ class Engine:
 
     def warmup(self) -> int:
         """Compiles every program that prefill needs, and returns how many there are."""
+        distributed.agree("Engine.warmup", {})
         for bucket in self.buckets:
             self._tick(bucket)
             self._dispatch([None] * self.shape.pp, bucket)
@@ -256,7 +257,7 @@ class Engine:
         arrival = time.perf_counter()
         encode = self.tokenizer.encode if self.tokenizer else None
         requests = parse_batch(batch, limits=self._limits, encode=encode)
-        distributed.agree("Engine.prefill", {f"request {r.request_id}": _digest(r) for r in requests})
+        distributed.agree("Engine.prefill", {f"item {i}": _digest(r) for i, r in enumerate(requests)})
         if not requests:
             return []
         try:
@@ -403,7 +404,11 @@ class Engine:
     def _result(self, request: ParsedRequest, tick: _Dispatched, arrival: float) -> PrefillResult:
         assert tick.finished is not None
         logits = np.asarray(tick.logits)[: self.config.vocab_size]
-        token_id = sample_token(logits, request.temperature, request.top_p, request.top_k, request.seed)
+        token_id, error = NO_TOKEN, None
+        try:
+            token_id = sample_token(logits, request.temperature, request.top_p, request.top_k, request.seed)
+        except ValueError as reason:  # the model gave something that is no number; other requests are not affected
+            error = str(reason)
         ttft = time.perf_counter() - arrival
         return PrefillResult(
             request_id=request.request_id,
@@ -412,6 +417,7 @@ class Engine:
             logits=logits,
             ttft_s=ttft,
             kv=self._prefill_kv(request, token_id, tick),
+            error=error,
         )
 
     def _prefill_kv(self, request: ParsedRequest, token_id: int, tick: _Dispatched) -> PrefillKV:
@@ -433,6 +439,7 @@ class Engine:
         )
         reader = PromptKVReader(
             PromptParts(pages=pages, tails=local_parts(tick.tails), positions=positions),
+            request.request_id,
             tokens,
             config,
             self._plan,
@@ -451,7 +458,8 @@ def _sharded(shapes: Any, mesh: Mesh, spec: P) -> Any:
 
 def _digest(request: ParsedRequest) -> str:
     settings = f"{request.temperature} {request.top_p} {request.top_k} {request.seed}"
-    return f"{len(request.token_ids)} tokens, {hash_token_ids(request.token_ids)[:16]}, sampling {settings}"
+    ids = hash_token_ids(request.token_ids)[:16]
+    return f"request {request.request_id}: {len(request.token_ids)} tokens, {ids}, sampling {settings}"
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

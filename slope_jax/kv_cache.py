@@ -40,18 +40,20 @@ class CacheShape:
 def cache_shape(
     config: GptOssConfig, mesh: MeshShape, *, kv_cache_tokens: int, chunk_tokens: int, page: int
 ) -> CacheShape:
-    """The cache that holds any prompt of up to `kv_cache_tokens` tokens, or shorter ones of as many together.
+    """The cache that holds any prompt of the model that has up to `kv_cache_tokens` tokens, or as many of several.
 
     What a ring rank holds of a prompt depends on its chunks: short chunks lie on few ranks (see `mesh.layout`).
     """
-    lengths = np.arange(1, kv_cache_tokens + 1)
+    longest = min(kv_cache_tokens, config.max_position)
+    lengths = np.arange(1, longest + 1)
     chunks = -(-lengths // chunk_tokens)
     long_chunks = lengths % chunks  # this many are one token longer than the others
     share = long_chunks * largest_share(lengths // chunks + 1, mesh.ring, config.sliding_window)
     share += (chunks - long_chunks) * largest_share(lengths // chunks, mesh.ring, config.sliding_window)
     table = -(-int(share.max()) // page)
+    pages = -(-table * kv_cache_tokens // longest)
     requests = 2 * mesh.pp + 2  # enough to keep every stage busy while finished requests drain
-    return CacheShape(page=page, pages=table + requests, table=table, requests=requests)
+    return CacheShape(page=page, pages=pages + requests, table=table, requests=requests)
 
 
 def empty_cache(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from slope_jax.handoff import LayerKV
+from slope_jax.mesh import distributed
 from slope_jax.mesh.axes import PER_DEVICE, PP, mesh_shape
 from slope_jax.model.config import FULL, GptOssConfig
 from slope_jax.model.stages import StagePlan
@@ -95,6 +96,7 @@ class PromptKVReader:
     def __init__(
         self,
         parts: PromptParts,
+        request_id: str,
         num_tokens: int,
         config: GptOssConfig,
         plan: StagePlan,
@@ -102,12 +104,13 @@ class PromptKVReader:
         gather: Gather,
         group_slots: int,
     ):
-        self._parts, self._num_tokens = parts, num_tokens
+        self._parts, self._request_id, self._num_tokens = parts, request_id, num_tokens
         self._config, self._plan, self._mesh = config, plan, mesh
         self._gather, self._group_slots = gather, group_slots
 
     def __call__(self, layer: int) -> LayerKV:
         """One layer, in token order."""
+        distributed.agree("PrefillKV.layer", {"layer": f"{layer} of request {self._request_id}"})
         stage, repeat, slot = self._plan.location(layer)
         kind = self._plan.unit[slot]
         index = self._plan.unit[:slot].count(kind), repeat

@@ -141,7 +141,7 @@ def parse_each(
     """
     items = list(batch)
     given = [item.request_id for item in items if isinstance(item, Request) and item.request_id is not None]
-    taken, seen = set(given), dict[str, int]()
+    taken, seen = set(given), set[str]()
     results: list[ParsedRequest | ValueError] = []
     for position, item in enumerate(items):
         if isinstance(item, ValueError):
@@ -154,8 +154,8 @@ def parse_each(
                 name = _free_id(position, taken)
                 taken.add(name)
             elif name in seen:
-                raise ValueError(f"the request id {name!r} is also that of item {seen[name]}; ids must be unique")
-            seen[name] = position
+                raise ValueError(f"the request id {name!r} was given before; ids must be unique")
+            seen.add(name)
             results.append(_parse(request, name, limits, encode))
         except ValueError as error:
             results.append(error)

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from slope_jax.handoff import PrefillKV
 
+NO_TOKEN = -1  # the token id of a result with an error
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefillResult:
@@ -17,10 +19,11 @@ class PrefillResult:
     Attributes:
       request_id: the id of the request.
       num_tokens: the tokens of the prompt.
-      token_id: the first token after the prompt.
+      token_id: the first token after the prompt, `NO_TOKEN` when there is an error.
       logits: `[vocab]` float32, of the last position of the prompt.
       ttft_s: seconds from the call of `Engine.prefill` to this request's first token.
       kv: the KV cache of the prompt.
+      error: why there is no first token (the model's logits are not numbers), otherwise None.
     """
 
     request_id: str
@@ -29,3 +32,4 @@ class PrefillResult:
     logits: NDArray[np.float32]
     ttft_s: float
     kv: PrefillKV
+    error: str | None = None

@@ -23,9 +23,7 @@ TINY = maker.PRESETS["tiny"]
 
 
 def read(tmp_path: pathlib.Path, content: bytes) -> list[PromptLine]:
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(content)
-    return read_prompt_lines(path)
+    return read_prompt_lines(content)
 
 
 def test_good_lines_become_requests(tmp_path: pathlib.Path) -> None:
@@ -147,11 +145,11 @@ def test_the_program_serves_the_good_lines_and_reports_the_bad_ones(
     ]
     status, results, output = run_lines(tiny_dir, tmp_path, lines)
     assert status == 1
-    assert [r["id"] for r in results] == ["long", None, "text/é", "long", None, "5", "bad", "too long"]
+    assert [r["id"] for r in results] == ["long", "1", "text/é", "long", "4", "5", "bad", "too long"]
     errors = {i: r["error"] for i, r in enumerate(results) if "error" in r}
     assert sorted(errors) == [1, 3, 4, 6, 7]
     assert "not a JSON object" in errors[1]
-    assert "also that of item 0" in errors[3]
+    assert "'long' was given before" in errors[3]
     assert "512 at position 0" in errors[4]
     assert "empty" in errors[6]
     assert "131073 tokens, the limit is 131072" in errors[7]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 import pytest
 
 from slope_jax.mesh import distributed
@@ -188,8 +187,7 @@ def test_one_process_needs_nothing(arguments: dict) -> None:
     distributed.initialize(**arguments)
     assert not jax.distributed.is_initialized()
     distributed.agree("flags", {"a": "b"})
-    assert distributed.broadcast("choice", "x") == "x"
-    np.testing.assert_array_equal(distributed.host_value(jax.numpy.arange(3)), [0, 1, 2])
+    assert len(distributed.hosts()) == 1
     assert distributed.run_program(lambda: 7) == 7
     assert distributed.run_program(lambda: None) == 0
     with pytest.raises(ZeroDivisionError):

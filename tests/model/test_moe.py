@@ -114,3 +114,19 @@ def test_no_valid_token_gives_zeros() -> None:
     }
     found = grouped(np.ones((5, config.hidden_size)), np.zeros((5, 7)), np.zeros(5, bool), weights)
     assert (found == 0).all()
+
+
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(1024, 128, 4), (4096, 32, 4), (16, 128, 4), (1, 128, 4)])
+def test_rows_worked_on_are_few(tokens: int, experts: int, choices: int) -> None:
+    """Case J04: with random routing, the blocks hold less than twice the rows that exist, and a block at the least."""
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((tokens, experts)), axis=1)[:, :choices]
+    sizes = moe._block_sizes(tokens * choices, experts)
+    rows = 0
+    for count in np.bincount(chosen.ravel(), minlength=experts):
+        left = int(count)
+        for size in sizes:
+            blocks = left // size if size != sizes[-1] else -(-left // size)
+            rows, left = rows + blocks * size, left - blocks * size
+    assert rows >= tokens * choices
+    assert rows <= max(2 * tokens * choices, sizes[-1] * min(tokens * choices, experts))

@@ -33,7 +33,7 @@ def load(directory: pathlib.Path, shape: tuple[int, int, int], dtype: Any, packe
     config = load_config(directory)
     plan = plan_stages(config.layer_types, shape[0])
     mesh = make_mesh(MeshShape(*shape), jax.devices()[: math.prod(shape)])
-    _, state = weights.load_weights(directory, config, plan, mesh, dtype, packed)
+    _, state = weights.load_model(weights.open_source(directory), config, plan, mesh, dtype, packed)
     return jax.tree.leaves(state)
 
 

@@ -35,8 +35,8 @@ def load(
     config = source.config if isinstance(source, Checkpoint) else load_config(source)
     plan = plan_stages(config.layer_types, shape[0])
     mesh = make_mesh(MeshShape(*shape), jax.devices()[: np.prod(shape)])
-    call = weights.load_model if isinstance(source, Checkpoint) else weights.load_weights
-    _, state = call(source, config, plan, mesh, dtype, packed)  # type: ignore[arg-type]
+    opened = source if isinstance(source, Checkpoint) else weights.open_source(source)
+    _, state = weights.load_model(opened, config, plan, mesh, dtype, packed)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
     return dict(zip(names, (array for _, array in leaves), strict=True)), plan
@@ -240,7 +240,7 @@ def test_requests_that_cannot_be_met_are_refused(checkpoint: WriteCheckpoint, to
 
     def attempt(directory: pathlib.Path = toy_dir, **changed: Any) -> None:
         request = {"config": config, "plan": plan, "mesh": mesh, "dtype": BFLOAT16, "packed": False} | changed
-        weights.load_weights(directory, **request)
+        weights.load_model(weights.open_source(directory), **request)
 
     with pytest.raises(ValueError, match="dtype must be bfloat16 or float32, not float16"):
         attempt(dtype=jnp.float16)

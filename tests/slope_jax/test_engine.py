@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from slope_jax import Engine, MeshShape, Request, load_kv
+from slope_jax.mesh import distributed
 from slope_jax.model import weights
+from slope_jax.result import NO_TOKEN
 from tests.oracle import checkpoints
 from tests.slope_jax.engines import check, engine, oracle
 
@@ -21,6 +26,7 @@ TOY = checkpoints.TOY
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
+    """A random prompt; where results are compared with the oracle, of the lengths used here, without near ties."""
     return checkpoints.random_prompt(TOY, length, seed=1000 * seed + length)
 
 
@@ -270,3 +276,34 @@ def test_heads_of_the_real_model_fit(toy_dir: pathlib.Path) -> None:
         else:
             with pytest.raises(ValueError, match=f"ulysses={ulysses}"):
                 shape.check_heads(64, 8)
+
+
+def test_a_prompt_without_finite_logits_harms_no_other(toy_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The embedding of one id is not a number, as in a damaged checkpoint."""
+    poisoned = tmp_path / "poisoned"
+    shutil.copytree(toy_dir, poisoned)
+    for file in poisoned.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.embed_tokens.weight" in tensors:
+            tensors["model.embed_tokens.weight"][7] = ml_dtypes.bfloat16(np.nan)
+            save_file(tensors, file, metadata={"format": "pt"})
+    good = [[i if i != 7 else 8 for i in prompt(n)] for n in (30, 70)]
+    first, bad, last = engine(poisoned, MeshShape(1, 2, 1)).prefill([good[0], [1, 7, 2], good[1]])
+    check(toy_dir, good, [first, last])
+    assert first.error is last.error is None
+    assert bad.token_id == NO_TOKEN
+    assert bad.error is not None
+    assert "not finite" in bad.error
+
+
+def test_processes_compare_order_layer_and_request(toy_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processes of a run compare tells any two calls apart that would not do the same."""
+    it, said = engine(toy_dir), list[str]()
+    monkeypatch.setattr(distributed, "agree", lambda name, summary: said.append(f"{name} {summary}"))
+    requests = [Request(prompt_token_ids=[i], request_id=name) for i, name in ((1, "a"), (2, "b"))]
+    a, b = it.prefill(requests)
+    it.prefill(requests[::-1])
+    for result, layer in ((a, 0), (a, 1), (b, 0)):
+        result.kv.layer(layer)
+    assert len(said) == 5
+    assert len(set(said)) == 5

@@ -122,7 +122,7 @@ def test_lengths_up_to_the_limit_are_served(length: int) -> None:
 
 
 def test_duplicate_ids_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"request 'a' \(item 2\): the request id 'a' is also that of item 0"):
+    with pytest.raises(ValueError, match=r"request 'a' \(item 2\): the request id 'a' was given before"):
         parse(Request(prompt="x", request_id="a"), "y", Request(prompt="z", request_id="a"))
 
 
@@ -205,4 +205,4 @@ def test_parse_each_keeps_the_good_requests() -> None:
     served = {i: r.token_ids for i, r in enumerate(results) if isinstance(r, ParsedRequest)}
     assert served == {0: (1,), 3: (120,), 6: (2,)}
     assert results[2] is unreadable
-    assert "also that of item 3" in str(results[4])
+    assert "'a' was given before" in str(results[4])
