@@ -330,7 +330,10 @@ def tick_traffic(
         add("heads to sequence", "all_to_all", (ULYSSES,), rows * c.num_heads * c.head_dim * itemsize, layers, kind)
     add("last token", "psum", AXES, c.hidden_size * _FLOAT32)
     add("logits", "all_gather", AXES, _share(c.vocab_size, shape.num_devices) * _FLOAT32)
-    add("attention blocks", "all_gather", AXES, _INT32)
+    gathered = _INT32
+    for axis in (ULYSSES, RING, PP):
+        add("attention blocks", "all_gather", (axis,), gathered)
+        gathered *= sizes[axis]
     add("hand-off", "ppermute", (PP,), rows * c.hidden_size * _FLOAT32)
     return Traffic(tuple(found))
 

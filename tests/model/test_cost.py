@@ -6,6 +6,8 @@ import collections
 import dataclasses
 import math
 import pathlib
+import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -152,3 +154,44 @@ def test_cache_bytes_are_those_of_the_cache(toy_dir: pathlib.Path, shape: MeshSh
     pages, requests = cache.positions.shape[3], cache.tails.shape[5]
     found = cost.cache_bytes(it.config, it._plan, shape, "bfloat16")
     assert pages * 8 * found.slot + requests * found.request == per_device
+
+
+_HLO = re.compile(r"= (.+?) (all-to-all|collective-permute|all-gather|all-reduce)(?:-start)?\(")
+_ALONE = re.compile(r"source_target_pairs=\{\}|replica_groups=\{\{\d+\}")  # over one rank: nothing is sent
+_NAMES = {
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+    "all_gather": "all-gather",
+    "psum": "all-reduce",
+}
+_WIDTHS = {"f32": 4, "s32": 4, "u16": 2}
+
+
+def compiled_collectives(program: str) -> collections.Counter[tuple[str, int]]:
+    """How often the text of a program holds an exchange of a kind with a result of so many bytes."""
+    found: collections.Counter[tuple[str, int]] = collections.Counter()
+    for line in program.splitlines():
+        match = _HLO.search(line)
+        if match and not _ALONE.search(line):
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
+            size = sum(_WIDTHS[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays)
+            found[match.group(2), size] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(MeshShape(2, 2, 2), "bfloat16"), (MeshShape(1, 1, 4), "float32"), (MeshShape(1, 4, 1), "bfloat16")],
+    ids=str,
+)
+def test_traffic_is_what_the_compiled_tick_exchanges(toy_dir: pathlib.Path, shape: MeshShape, dtype: str) -> None:
+    """A program holds the exchanges of a unit of layers, and of a round of the ring, once."""
+    it: Any = Engine.load(toy_dir, mesh=shape, dtype=dtype, chunk_tokens=256, kv_cache_tokens=512, page_tokens=8)
+    bucket = it.buckets[-1]
+    tick, ring_block = it._tick(bucket)
+    traffic = cost.tick_traffic(it.config, it._plan, shape, dtype, bucket=bucket, ring_block=ring_block, rounds=1)
+    expected: collections.Counter[tuple[str, int]] = collections.Counter()
+    for c in traffic.collectives:
+        ranks = math.prod(getattr(shape, axis) for axis in c.axes) if c.operation == "all_gather" else 1
+        expected[_NAMES[c.operation], c.operand_bytes * ranks] += c.count // (it._plan.repeats if c.layer else 1)
+    assert compiled_collectives(tick.as_text()) == expected
