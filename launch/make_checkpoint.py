@@ -29,7 +29,9 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import slope_jax
-from slope_jax.model.config import FULL, SLIDING
+from slope_jax.launch.random_weights import draw_rows
+from slope_jax.model.config import FULL, SLIDING, GptOssConfig
+from slope_jax.model.published import published_config
 from slope_jax.safetensors_stream import SafetensorsWriter
 
 SPECIAL_TOKENS = (
@@ -45,7 +47,6 @@ SPECIAL_TOKENS = (
 )
 _ROWS_BYTES = 64 * 2**20  # random numbers held at once, as float32
 _BF16, _U8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint8)
-_FP4_RMS = math.sqrt(np.mean(np.square([0, 0.5, 1, 1.5, 2, 3, 4, 6])))  # of a uniformly random code
 
 Tensors = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
@@ -64,6 +65,23 @@ class Preset:
     experts_per_token: int
     vocab_size: int
     window: int
+
+    def config(self) -> GptOssConfig:
+        """The hyperparameters of a model of these sizes, without tokens that end a generation."""
+        return dataclasses.replace(
+            published_config("gpt-oss-20b"),
+            layer_types=tuple((SLIDING, FULL)[i % 2] for i in range(self.num_layers)),
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            vocab_size=self.vocab_size,
+            sliding_window=self.window,
+            eos_token_ids=(),
+        )
 
 
 PRESETS = {
@@ -254,8 +272,8 @@ def _write_weights(folder: pathlib.Path, preset: Preset, seed: int, num_files: i
             tensors |= group
         name = f"model-{i:05d}-of-{num_files - 1:05d}.safetensors"  # counted from 0, as the published files are
         with SafetensorsWriter(folder / name, tensors, {"format": "pt"}) as writer:
-            for tensor, (dtype, shape) in tensors.items():
-                for rows in _random_rows(tensor, dtype, shape, preset, seed):
+            for tensor, (_, shape) in tensors.items():
+                for rows in _random_rows(tensor, shape, seed):
                     writer.write(tensor, rows)
                     total_size += rows.nbytes
         weight_map |= dict.fromkeys(tensors, name)
@@ -298,36 +316,12 @@ def _layer_tensors(preset: Preset, layer: int) -> Tensors:
     }
 
 
-def _random_rows(
-    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], preset: Preset, seed: int
-) -> Iterator[NDArray[Any]]:
+def _random_rows(name: str, shape: tuple[int, ...], seed: int) -> Iterator[NDArray[Any]]:
     """The values of a tensor, a bounded number of rows at a time, from a stream that its name and the seed select."""
     random = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
     rows_at_once = max(1, _ROWS_BYTES // (4 * math.prod(shape[1:])))
     for start in range(0, shape[0], rows_at_once):
-        part = (min(rows_at_once, shape[0] - start), *shape[1:])
-        if name.endswith("_blocks"):
-            yield random.integers(0, 256, part, dtype=np.uint8)
-        elif name.endswith("_scales"):
-            exponent = round(math.log2(1 / (_FP4_RMS * math.sqrt(32 * shape[-1]))))
-            yield random.integers(126 + exponent, 129 + exponent, part, dtype=np.uint8)
-        else:
-            mean, deviation = _distribution(name, shape, preset)
-            yield (mean + deviation * random.standard_normal(part, dtype=np.float32)).astype(dtype)
-
-
-def _distribution(name: str, shape: Sequence[int], preset: Preset) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's values."""
-    if "norm" in name:
-        return 1.0, 0.1
-    if name.endswith("sinks"):
-        return 0.0, 2.0
-    if name == "model.embed_tokens.weight":
-        return 0.0, 1.0
-    if name.endswith(("bias", "gate_up_proj_bias", "down_proj_bias")):
-        return 0.0, 0.1
-    gain = {"lm_head.weight": 5.0, "router.weight": 2.0}
-    return 0.0, next((g for end, g in gain.items() if name.endswith(end)), 1.0) / math.sqrt(shape[-1])
+        yield draw_rows(random, name, shape, min(rows_at_once, shape[0] - start))
 
 
 def _write_json(path: pathlib.Path, fields: Mapping[str, Any]) -> None:

@@ -32,12 +32,16 @@ from slope_jax.model.stages import StagePlan
 PIECE_BYTES = 64 << 20  # about what is read or made at a time of a large parameter
 
 
-def open_source(directory: str | os.PathLike[str]) -> TensorSource:
+def open_source(directory: str | os.PathLike[str] | TensorSource) -> TensorSource:
     """Opens a folder of safetensors files, or one that `orbax_io.convert` wrote, and checks that it is complete.
+
+    A source that is open already is returned as it is.
 
     Raises:
       ValueError: as `Checkpoint.open` or `orbax_io.ConvertedCheckpoint.open`.
     """
+    if not isinstance(directory, str | os.PathLike):
+        return directory
     if orbax_io.is_converted(directory):
         return orbax_io.ConvertedCheckpoint.open(directory)
     return Checkpoint.open(os.fspath(directory))

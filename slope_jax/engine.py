@@ -19,13 +19,23 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from slope_jax.handoff import KVHeader, PrefillKV, hash_token_ids
-from slope_jax.kv_cache import PageAllocator, cache_shape, empty_cache, make_read_pages
+from slope_jax.kv_cache import (
+    HandOffCopies,
+    PageAllocator,
+    cache_shape,
+    empty_cache,
+    hand_off_copies,
+    make_read_pages,
+    requests_at_once,
+)
+from slope_jax.memory import MemoryReport, cache_bytes, fit_cache, format_bytes, measure, parse_bytes
 from slope_jax.mesh import distributed
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
 from slope_jax.mesh.layout import length_buckets, pack_chunk, packed_length, prompt_positions
 from slope_jax.model import weights
+from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.config import GptOssConfig
-from slope_jax.model.gpt_oss import GptOss
+from slope_jax.model.gpt_oss import GptOss, abstract_model
 from slope_jax.model.stage import StageSpec
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
@@ -99,6 +109,7 @@ class Engine:
         dtype: str,
         chunk_tokens: int,
         kv_cache_tokens: int,
+        memory_budget: int | None,
         block_q: int,
         block_kv: int,
         page_tokens: int,
@@ -112,6 +123,7 @@ class Engine:
         self.last_ticks: tuple[TickRecord, ...] = ()
         self._plan, self._graph, self._params, self._dtype = plan, graph, params, dtype
         self._block_q, self._block_kv = block_q, block_kv
+        self._kv_cache_tokens, self._memory_budget = kv_cache_tokens, memory_budget
         self._cache_shape = cache_shape(
             config, self.shape, kv_cache_tokens=kv_cache_tokens, chunk_tokens=chunk_tokens, page=page_tokens
         )
@@ -120,10 +132,14 @@ class Engine:
             vocab_size=config.vocab_size,
             max_tokens=self.max_prompt_tokens,
             max_tokens_reason=(
-                "the model's maximum" if config.max_position <= kv_cache_tokens else f"{kv_cache_tokens=}"
+                "the model's maximum"
+                if config.max_position <= kv_cache_tokens
+                else f"{kv_cache_tokens=}"
+                if memory_budget is None
+                else f"what the memory budget of {format_bytes(memory_budget)} per device leaves room for"
             ),
         )
-        self._ticks: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._ticks: dict[int, tuple[Any, int]] = {}
         self._read_pages = make_read_pages(mesh)
         self._gather = make_gather(mesh)
         self._make_state = jax.jit(self._empty_state, out_shardings=jax.NamedSharding(mesh, PER_DEVICE))
@@ -132,13 +148,14 @@ class Engine:
     @classmethod
     def load(
         cls,
-        checkpoint: str | os.PathLike[str],
+        checkpoint: str | os.PathLike[str] | TensorSource,
         *,
         mesh: MeshShape = MeshShape(),  # noqa: B008 - frozen
         dtype: str = "bfloat16",
         expert_weights: str = "bfloat16",
         chunk_tokens: int = 4096,
         kv_cache_tokens: int | None = None,
+        memory_budget: int | str | None = None,
         devices: Sequence[jax.Device] | None = None,
         block_q: int | None = None,
         block_kv: int = 512,
@@ -147,21 +164,24 @@ class Engine:
         """Loads a checkpoint onto a mesh.
 
         Args:
-          checkpoint: a folder in Hugging Face layout, or one written by `slope_jax.launch.convert`.
+          checkpoint: a folder in Hugging Face layout, or one written by `slope_jax.launch.convert`; or the tensors of a
+            model, which then has no tokenizer.
           mesh: how many devices each axis has.
           dtype: "bfloat16", or "float32" for exact comparison: weights, matrix products and KV.
           expert_weights: "bfloat16" unpacks the experts at load (to `dtype`), "mxfp4" keeps them packed in device
             memory and unpacks each where it is used.
           chunk_tokens: prompts are processed in chunks of at most this many tokens.
           kv_cache_tokens: tokens that the KV cache holds; the model's maximum by default.
+          memory_budget: bytes that a device may use, such as "64GiB"; the KV cache gets what weights and programs leave
+            of it (see `memory`), up to what the requests that can be under way at once could fill.
           devices: the devices to use; all by default.
           block_q: query slots in a block of attention; by default such that a block has 512 rows with all its heads.
           block_kv: keys in a block of attention, a power of two.
           page_tokens: token slots in a page of the KV cache, a power of two.
 
         Raises:
-          ValueError: an argument is not supported, the mesh does not fit the devices or the model, or the checkpoint is
-            not complete and consistent.
+          ValueError: an argument is not supported, the mesh does not fit the devices or the model, the memory budget
+            has no room for the weights or for one token, or the checkpoint is not complete and consistent.
         """
         _check_choice("dtype", dtype, tuple(_DTYPES))
         _check_choice("expert_weights", expert_weights, _EXPERT_WEIGHTS)
@@ -176,6 +196,11 @@ class Engine:
         config = source.config
         mesh.check_heads(config.num_heads, config.num_kv_heads)
         plan = plan_stages(config.layer_types, mesh.pp)
+        if kv_cache_tokens is not None and memory_budget is not None:
+            raise ValueError(
+                f"{kv_cache_tokens=} and {memory_budget=} both set the size of the KV cache; give one of them"
+            )
+        budget = None if memory_budget is None else parse_bytes(memory_budget)
         if kv_cache_tokens is None:
             kv_cache_tokens = config.max_position
         _check_positive("kv_cache_tokens", kv_cache_tokens)
@@ -195,6 +220,7 @@ class Engine:
                 "expert_weights": expert_weights,
                 "chunk_tokens": str(chunk_tokens),
                 "kv_cache_tokens": str(kv_cache_tokens),
+                "memory_budget": str(budget),
                 "blocks": f"{block_q} {block_kv} {page_tokens}",
             },
         )
@@ -202,29 +228,56 @@ class Engine:
         if jax.process_index() == 0:
             log.info("%s", describe_mesh(device_mesh, hosts))
             log.info("%s", plan.describe())
-        tokenizer = load_tokenizer(checkpoint, config.vocab_size)
+        tokenizer = load_tokenizer(checkpoint, config.vocab_size) if isinstance(checkpoint, str | os.PathLike) else None
         packed = expert_weights == "mxfp4"
-        graph, params = weights.load_model(source, config, plan, device_mesh, _DTYPES[dtype], packed)
-        return cls(
-            config=config,
-            plan=plan,
-            mesh=device_mesh,
-            graph=graph,
-            params=params,
-            tokenizer=tokenizer,
-            model_fingerprint=fingerprint,
-            dtype=dtype,
-            chunk_tokens=min(chunk_tokens, config.max_position, kv_cache_tokens),
-            kv_cache_tokens=kv_cache_tokens,
-            block_q=block_q,
-            block_kv=block_kv,
-            page_tokens=page_tokens,
-        )
+        graph, shapes = abstract_model(config, plan, device_mesh, _DTYPES[dtype], packed)
+
+        def make(tokens: int) -> Engine:
+            return cls(
+                config=config,
+                plan=plan,
+                mesh=device_mesh,
+                graph=graph,
+                params=shapes,
+                tokenizer=tokenizer,
+                model_fingerprint=fingerprint,
+                dtype=dtype,
+                chunk_tokens=min(chunk_tokens, config.max_position, tokens),
+                kv_cache_tokens=tokens,
+                memory_budget=budget,
+                block_q=block_q,
+                block_kv=block_kv,
+                page_tokens=page_tokens,
+            )
+
+        if budget is None:
+            engine = make(kv_cache_tokens)
+        else:
+            engine = fit_cache(make, shapes, requests_at_once(mesh) * config.max_position, budget)
+            distributed.agree("Engine.load, cache", {"kv_cache_tokens": str(engine._kv_cache_tokens)})
+            if jax.process_index() == 0:
+                log.info("%s", engine.memory().describe())
+        engine._params = weights.load_model(source, config, plan, device_mesh, _DTYPES[dtype], packed)[1]
+        return engine
 
     @property
     def limits(self) -> RequestLimits:
         """What this engine can serve."""
         return self._limits
+
+    def memory(self) -> MemoryReport:
+        """Where the memory of each device goes; compiles the program of the largest bucket if nothing has done so."""
+        program = self._tick(self.buckets[-1])[0]
+        state = jax.eval_shape(self._empty_state)
+        return measure(program, self._params, state, self._copies(), self._kv_cache_tokens, self._memory_budget)
+
+    def cache_bytes(self) -> int:
+        """Bytes of a device that depend on the size of the KV cache: the cache, and copies on their way to the host."""
+        return sum(cache_bytes(jax.eval_shape(self._empty_state).cache, self._copies()))
+
+    def _copies(self) -> HandOffCopies:
+        slots = self.buckets[-1] // self.shape.ring
+        return hand_off_copies(self._cache_shape, self._group, slots, _TICKS_IN_FLIGHT + 1)
 
     def warmup(self) -> int:
         """Compiles every program that prefill needs, and returns how many there are."""
@@ -352,7 +405,7 @@ class Engine:
         self._state, logits, blocks = tick(self._params, state, self._put(packed, P(PP, RING)), self._put(incoming))
         return rounds, logits, blocks
 
-    def _tick(self, bucket: int) -> tuple[Callable[..., Any], int]:
+    def _tick(self, bucket: int) -> tuple[Any, int]:
         """The compiled tick of a bucket, and how many KV slots a rank sends in one round of the ring."""
         if bucket not in self._ticks:
             page = self._cache_shape.page

@@ -37,6 +37,11 @@ class CacheShape:
     requests: int
 
 
+def requests_at_once(mesh: MeshShape) -> int:
+    """Requests that can be under way at once: enough to keep every stage busy while finished requests drain."""
+    return 2 * mesh.pp + 2
+
+
 def cache_shape(
     config: GptOssConfig, mesh: MeshShape, *, kv_cache_tokens: int, chunk_tokens: int, page: int
 ) -> CacheShape:
@@ -52,8 +57,38 @@ def cache_shape(
     share += (chunks - long_chunks) * largest_share(lengths // chunks, mesh.ring, config.sliding_window)
     table = -(-int(share.max()) // page)
     pages = -(-table * kv_cache_tokens // longest)
-    requests = 2 * mesh.pp + 2  # enough to keep every stage busy while finished requests drain
+    requests = requests_at_once(mesh)
     return CacheShape(page=page, pages=pages + requests, table=table, requests=requests)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HandOffCopies:
+    """The most copies of finished requests' KV that a device can have at once, on their way to the host.
+
+    Attributes:
+      pages: pages, in all full layers.
+      requests: requests, each with its window tails.
+    """
+
+    pages: int
+    requests: int
+
+
+def hand_off_copies(shape: CacheShape, group: int, chunk_slots: int, requests: int) -> HandOffCopies:
+    """The copies of `requests` requests, each finished one tick after the one before.
+
+    All but the first may have entered the cache only when the first had left it, and then have one chunk.
+
+    Args:
+      shape: the cache.
+      group: a copy has whole groups of this many pages.
+      chunk_slots: token slots of a chunk on a device.
+      requests: how many.
+    """
+    longest = -(-shape.table // group) * group
+    late = (requests - 1) * -(-chunk_slots // shape.page)
+    pages = min(requests * longest, shape.pages + late + requests * group)
+    return HandOffCopies(pages=pages, requests=requests)
 
 
 def empty_cache(
