@@ -28,10 +28,10 @@ lint: $(READY)
 clean:
 	rm -rf $(VENV) $(ORACLE_VENV)
 
-$(READY): requirements.txt requirements-dev.txt pyproject.toml
+$(READY): requirements.txt requirements-dev.txt requirements-bench.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(INSTALL) -r requirements.txt -r requirements-dev.txt
+	$(VENV)/bin/python $(INSTALL) -r requirements.txt -r requirements-dev.txt -r requirements-bench.txt
 	$(VENV)/bin/python $(INSTALL) --no-deps --editable .
 	touch $@
 

@@ -4,6 +4,7 @@
     --cpu_devices                                                 virtual CPU devices of this process
     --coordinator_address --num_processes --process_id            several processes, started by hand
     --startup_timeout_s
+    --compilation_cache_dir                                       compiled programs, kept for the next start
 
 Under `srun` the three flags of the processes are left out: Slurm knows them.
 """
@@ -33,9 +34,14 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, 
 _STARTUP_TIMEOUT_S = flags.DEFINE_float(
     "startup_timeout_s", 300.0, "How long processes may take to arrive.", lower_bound=1.0
 )
+_COMPILATION_CACHE_DIR = flags.DEFINE_string(
+    "compilation_cache_dir",
+    None,
+    "Folder in which compiled programs are kept, so that the next start with the same mesh and sizes is fast.",
+)
 
-# Where processes may differ: their number, and the names that they know process 0 by.
-_OWN_FLAGS = {"process_id", "coordinator_address"}
+# Where processes may differ: their number, the names that they know process 0 by, and folders of their own.
+_OWN_FLAGS = {"process_id", "coordinator_address", "compilation_cache_dir"}
 
 # XLA ends a process whose collective waits for 40 s, which a process that still compiles, or a CPU with fewer cores
 # than devices, can take. That another process is gone is noticed by the heartbeat, much earlier.
@@ -70,6 +76,8 @@ def setup_runtime() -> MeshShape:
     if _CPU_DEVICES.value:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
+    if _COMPILATION_CACHE_DIR.value:
+        keep_compiled_programs(_COMPILATION_CACHE_DIR.value)
     try:
         shape = mesh_shape()
         distributed.initialize(
@@ -92,6 +100,14 @@ def _keep_stdout_for_results() -> None:
     python_stdout = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(python_stdout, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+
+
+def keep_compiled_programs(folder: str) -> None:
+    """Lets JAX keep all compiled programs of this process in a folder, and take from there those it finds."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    # By default the many small programs are left out, which together take as long as some large ones.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def with_time_limits(xla_flags: str) -> str:

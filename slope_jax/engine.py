@@ -35,6 +35,7 @@ from slope_jax.mesh.layout import length_buckets, pack_chunk, packed_length, pro
 from slope_jax.model import weights
 from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.config import GptOssConfig
+from slope_jax.model.cost import Traffic, tick_traffic
 from slope_jax.model.gpt_oss import GptOss, abstract_model
 from slope_jax.model.stage import StageSpec
 from slope_jax.model.stages import StagePlan, plan_stages
@@ -117,6 +118,7 @@ class Engine:
         """Takes the parts that `load` has made and checked."""
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
         self.model_fingerprint, self.chunk_tokens = model_fingerprint, chunk_tokens
+        self.dtype, self.attention_blocks = dtype, (block_q, block_kv)
         self.shape = MeshShape(*mesh.devices.shape)
         self.buckets = length_buckets(chunk_tokens, self.shape, config.sliding_window)
         self.max_prompt_tokens = min(config.max_position, kv_cache_tokens)
@@ -270,6 +272,14 @@ class Engine:
         program = self._tick(self.buckets[-1])[0]
         state = jax.eval_shape(self._empty_state)
         return measure(program, self._params, state, self._copies(), self._kv_cache_tokens, self._memory_budget)
+
+    def traffic(self, rounds: int = 1) -> Traffic:
+        """What a device sends in a tick of the largest bucket, in which the ring has so many rounds."""
+        bucket = self.buckets[-1]
+        ring_block = self._tick(bucket)[1]
+        return tick_traffic(
+            self.config, self._plan, self.shape, self.dtype, bucket=bucket, ring_block=ring_block, rounds=rounds
+        )
 
     def cache_bytes(self) -> int:
         """Bytes of a device that depend on the size of the KV cache: the cache, and copies on their way to the host."""
