@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.metadata
+import inspect
 import itertools
 import json
 import os
@@ -44,6 +45,7 @@ from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.published import PUBLISHED, published_config
 
 Row = dict[str, Any]
+_FLAGS_OF_THEIR_OWN = {"checkpoint", "mesh", "expert_weights", "dtype", "chunk_tokens", "devices"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,15 +174,16 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Keyword arguments written as `name=value`, values as in Python, or else texts.
 
     Raises:
-      ValueError: one is not written so, or is set by a flag of its own.
+      ValueError: one is not written so, or is not an argument that can be given so.
     """
+    known = inspect.signature(Engine.load).parameters.keys() - _FLAGS_OF_THEIR_OWN
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--option={text!r} is not of the form name=value")
-        if name in {"checkpoint", "mesh", "expert_weights", "devices"}:
-            raise ValueError(f"--option={text!r}: use the flag for it")
+        if name not in known:
+            raise ValueError(f"--option={text!r}: {name} is not one of {', '.join(sorted(known))}")
         try:
             options[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
