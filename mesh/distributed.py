@@ -170,6 +170,15 @@ def hosts() -> list[str]:
     return [peer.host for _, peer in sorted(_runtime.heartbeat.peers.items())]
 
 
+def broadcast(name: str, value: str, timeout_s: float = 300.0) -> str:
+    """The `value` of process 0, on every process; the others' values are ignored. Raises as `agree`."""
+    if _runtime is None:
+        _check_single()
+        return value
+    mine = value if _runtime.heartbeat.me.process_id == 0 else ""
+    return _runtime.heartbeat.gather(name, mine, timeout_s)[0]
+
+
 def run_program(main: Callable[[], int | None], *, refusals: tuple[type[Exception], ...] = ()) -> int:
     """Runs the body of a program, which may call `initialize`, and ends it together with the other processes.
 

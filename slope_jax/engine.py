@@ -255,7 +255,8 @@ class Engine:
         if budget is None:
             engine = make(kv_cache_tokens)
         else:
-            engine = fit_cache(make, shapes, requests_at_once(mesh) * config.max_position, budget)
+            chunk, most = min(chunk_tokens, config.max_position), requests_at_once(mesh) * config.max_position
+            engine = fit_cache(make, shapes, chunk_tokens=chunk, most_tokens=most, budget=budget)
             distributed.agree("Engine.load, cache", {"kv_cache_tokens": str(engine._kv_cache_tokens)})
             if jax.process_index() == 0:
                 log.info("%s", engine.memory().describe())

@@ -144,15 +144,19 @@ class Sized(Protocol):
 EngineT = TypeVar("EngineT", bound=Sized)
 
 
-def fit_cache(make: Callable[[int], EngineT], params: nnx.State, most_tokens: int, budget: int) -> EngineT:
+def fit_cache(
+    make: Callable[[int], EngineT], params: nnx.State, *, chunk_tokens: int, most_tokens: int, budget: int
+) -> EngineT:
     """The engine with the largest KV cache that fits into a budget.
 
-    What programs need is known only when they are compiled. They are compiled for the smallest cache, which tells what
-    is left for the cache, and for a cache of that size, which is made smaller if they need more then.
+    What programs need is known only when they are compiled. They are compiled for a cache of one chunk, which tells
+    what is left for the cache, and for a cache of that size, which is made smaller if they need more then. A cache
+    below one chunk has smaller programs, so there it begins with one token.
 
     Args:
       make: makes an engine for a number of cached tokens.
       params: the shapes of the model's state.
+      chunk_tokens: with more tokens in the cache, programs hardly change.
       most_tokens: a larger cache is of no use.
       budget: bytes that a device may use.
 
@@ -166,26 +170,30 @@ def fit_cache(make: Callable[[int], EngineT], params: nnx.State, most_tokens: in
             f"the memory budget of {_exactly(budget)} per device is less than its weights, {_exactly(parts.total)}: "
             f"{sizes}"
         )
-    smallest = make(1)
-    least = smallest.memory()
-    if least.total > budget:
+    fitting, limit = make(min(chunk_tokens, most_tokens)), most_tokens + 1
+    report = fitting.memory()
+    if report.total > budget:
+        fitting, limit = make(1), report.concurrent_tokens
+        report = fitting.memory()
+    if report.total > budget:
         raise ValueError(
             f"the memory budget of {_exactly(budget)} per device leaves no room for one token, for which "
-            f"{_exactly(least.total)} are needed: {least.describe()}"
+            f"{_exactly(report.total)} are needed: {report.describe()}"
         )
-    room, limit = budget - least.total + smallest.cache_bytes(), most_tokens + 1
-    while (tokens := _largest(make, room, limit)) > 1:
+    least = report.concurrent_tokens
+    room = budget - report.total + fitting.cache_bytes()
+    while (tokens := _largest(make, room, least, limit)) > least:
         engine = make(tokens)
         report = engine.memory()
         if report.total <= budget:
             return engine
         room, limit = budget - report.total + engine.cache_bytes(), tokens
-    return smallest
+    return fitting
 
 
-def _largest(make: Callable[[int], Sized], room: int, limit: int) -> int:
-    """The largest number of tokens below `limit` for which the cache fits into the room; 1 certainly does."""
-    low, high = 1, limit
+def _largest(make: Callable[[int], Sized], room: int, least: int, limit: int) -> int:
+    """The largest number of tokens from `least` to `limit - 1` whose cache fits into the room; `least` is taken to."""
+    low, high = least, limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if make(middle).cache_bytes() <= room else (low, middle)

@@ -61,6 +61,7 @@ def main() -> int:
 def end(mesh: Mesh, x: jax.Array, rotated: jax.Array, rows: np.ndarray, process_id: int) -> int:
     """Compares what the processes see of arrays that lie on both, and ends in peace."""
     distributed.agree("flags", {"dtype": "bfloat16", "long": "a" * 1000})
+    assert distributed.broadcast("choice", f"from {process_id}") == "from 0"
     replicated = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
     for array, expected in ((x, rows), (rotated, np.roll(rows, 1, axis=0)), (replicated, rows + 1)):
         for shard in array.addressable_shards:

@@ -187,6 +187,7 @@ def test_one_process_needs_nothing(arguments: dict) -> None:
     distributed.initialize(**arguments)
     assert not jax.distributed.is_initialized()
     distributed.agree("flags", {"a": "b"})
+    assert distributed.broadcast("choice", "x") == "x"
     assert len(distributed.hosts()) == 1
     assert distributed.run_program(lambda: 7) == 7
     assert distributed.run_program(lambda: None) == 0
