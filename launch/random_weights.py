@@ -18,6 +18,7 @@ from slope_jax.model.checkpoint import expected_tensors, slice_bounds
 from slope_jax.model.config import GptOssConfig
 
 _BFLOAT16, _UINT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint8)
+_DRAWN_AT_ONCE = 1 << 20  # values of one random stream
 _FP4_RMS = math.sqrt(np.mean(np.square([0, 0.5, 1, 1.5, 2, 3, 4, 6])))  # of a uniformly random code
 
 
@@ -95,13 +96,17 @@ class RandomSource:
         shape = self._shapes[name]
         (start, stop), *rest = slice_bounds(index, shape)
         columns = tuple(np.s_[a:b] for a, b in rest)
-        if len(shape) == 1:
-            return self._rows(name, 0, shape[0])[start:stop]
         out = np.empty((stop - start, *(b - a for a, b in rest)), self.dtype(name))
-        for row in range(start, stop):
-            out[row - start] = self._rows(name, row, 1)[0][columns]
+        rows = max(1, _DRAWN_AT_ONCE // math.prod(shape[1:]))
+        for group in range(start // rows, -(-stop // rows)):
+            first, count = group * rows, min(rows, shape[0] - group * rows)
+            drawn = draw_rows(self._random(name, group), name, shape, count)
+            wanted = slice(max(start, first), min(stop, first + count))
+            out[wanted.start - start : wanted.stop - start] = drawn[
+                (slice(wanted.start - first, wanted.stop - first), *columns)
+            ]
         return out
 
-    def _rows(self, name: str, first: int, count: int) -> NDArray[Any]:
-        key = [self._seed, zlib.crc32(name.encode()) | first << 32]
-        return draw_rows(np.random.Generator(np.random.Philox(key=key)), name, self._shapes[name], count)
+    def _random(self, name: str, group: int) -> np.random.Generator:
+        key = [self._seed, zlib.crc32(name.encode()) | group << 32]
+        return np.random.Generator(np.random.Philox(key=key))
