@@ -40,6 +40,7 @@ from slope_jax.model.gpt_oss import GptOss, abstract_model
 from slope_jax.model.stage import StageSpec
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
+from slope_jax.program_cache import compile_program
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import NO_TOKEN, PrefillResult
@@ -432,13 +433,14 @@ class Engine:
             specs = jax.tree.map(lambda a: a.sharding.spec, self._params)
             tick = make_tick(self._graph, specs, self.config, self._plan, self.mesh, spec, bucket)
             packed = (self.shape.pp, self.shape.ring, packed_length(slots, self._cache_shape.table))
-            lowered = tick.lower(
+            arguments = (
                 self._params,
                 _sharded(jax.eval_shape(self._empty_state), self.mesh, PER_DEVICE),
                 _sharded(jax.ShapeDtypeStruct(packed, jnp.int32), self.mesh, P(PP, RING)),
                 _sharded(jax.ShapeDtypeStruct((1 + bucket,), jnp.int32), self.mesh, P()),
             )
-            self._ticks[bucket] = lowered.compile(), spec.ring_block
+            made_from = (self._graph, self.config, self._plan, spec, bucket)
+            self._ticks[bucket] = compile_program(tick, arguments, self.mesh, made_from), spec.ring_block
         return self._ticks[bucket]
 
     def _empty_state(self) -> EngineState:

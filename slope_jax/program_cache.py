@@ -1,0 +1,113 @@
+"""Compiled programs that are kept between starts, in the folder of JAX's compilation cache.
+
+JAX keeps what the compiler gives, by the program that goes into it: to find it, a start has to trace and lower every
+program again, which takes longer than everything else then. Here an executable is kept by what the program is made
+from, so a start that finds it does neither. It is found by a start with the same source code, versions, settings,
+devices and sizes, and by no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pathlib
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+import slope_jax
+
+_log = logging.getLogger(__name__)
+
+
+def compile_program(
+    function: jax.stages.Wrapped, arguments: Sequence[Any], mesh: Mesh, made_from: Sequence[Any]
+) -> Any:
+    """Compiles a function, or takes it from the cache.
+
+    With `jax_compilation_cache_dir` unset, and in a run of several processes, nothing is kept here. Like all files with
+    programs, those in the folder must be as trustworthy as the source code.
+
+    Args:
+      function: a jitted function.
+      arguments: the shapes and shardings of its arguments.
+      mesh: the devices that it runs on.
+      made_from: all else that the function depends on beside the source code; the `repr` of each says everything.
+    """
+    folder = cache_folder()
+    if folder is None or jax.process_count() > 1:
+        return function.lower(*arguments).compile()
+    key = _key(arguments, mesh, made_from)
+    path = folder / f"slope_jax-{key}.pickle"
+    if path.exists():
+        try:
+            found_key, (executable, in_tree, out_tree) = pickle.loads(path.read_bytes())
+            if found_key != key:
+                raise ValueError("it holds another program")
+            return serialize_executable.deserialize_and_load(
+                executable, in_tree, out_tree, execution_devices=list(mesh.devices.flat)
+            )
+        except Exception as error:  # whatever is wrong with the file, the program can be compiled again
+            _log.warning("%s is not used, and the program compiled again: %r", path, error)
+    program = function.lower(*arguments).compile()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(pickle.dumps((key, serialize_executable.serialize(program))))
+        part.replace(path)
+    except (OSError, ValueError, RuntimeError) as error:
+        _log.warning("%s could not be kept: %r", path, error)
+    return program
+
+
+def cache_folder() -> pathlib.Path | None:
+    """The folder of JAX's compilation cache, if it has one."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # the stubs of jax lack it
+    return pathlib.Path(folder) if folder else None
+
+
+def _key(arguments: Sequence[Any], mesh: Mesh, made_from: Sequence[Any]) -> str:
+    """SHA-256 (hex) of everything that the executable depends on."""
+    devices = [(d.platform, d.device_kind, d.id) for d in mesh.devices.flat]
+    settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    texts = [
+        _source_hash(),
+        jax.__version__,
+        importlib.metadata.version("jaxlib"),
+        mesh.devices.flat[0].client.platform_version,
+        _cpu_features() if devices[0][0] == "cpu" else "",
+        os.environ.get("XLA_FLAGS", ""),
+        repr(sorted(settings.items())),
+        repr((mesh.axis_names, mesh.devices.shape, devices)),
+        *(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in leaves),
+        *(repr(part) for part in made_from),
+    ]
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def _source_hash() -> str:
+    """Of the modules that programs are made from."""
+    package = pathlib.Path(slope_jax.__file__).parent
+    files = sorted(path for part in (".", "model", "mesh") for path in (package / part).glob("*.py"))
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
+
+
+def _cpu_features() -> str:
+    """What the CPU can do, which compiled code relies on; empty where the system does not tell."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(
+        sorted({line for line in lines if line.split(":")[0].strip() in {"flags", "Features", "model name"}})
+    )

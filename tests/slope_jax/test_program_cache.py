@@ -1,0 +1,116 @@
+"""Compiled programs that are found again are the same, and none is taken for another."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from slope_jax import Engine, MeshShape, engine, program_cache
+from slope_jax.mesh.axes import make_mesh
+from tests.oracle import checkpoints
+from tests.slope_jax.engines import check
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setattr(program_cache, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def kept(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("slope_jax-*.pickle"))
+
+
+class CannotCompile:
+    """In the place of a program that must be found."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def lower(self, *_: Any) -> Any:
+        raise AssertionError("a program was lowered")
+
+
+def test_a_second_start_compiles_no_tick(
+    toy_dir: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "chunk_tokens": 16, "kv_cache_tokens": 64, "page_tokens": 8}
+    prompt = checkpoints.random_prompt(checkpoints.TOY, 50)
+    first = Engine.load(toy_dir, mesh=MeshShape(2, 1, 2), **options)
+    first.warmup()
+    assert len(kept(folder)) == len(first.buckets)
+    monkeypatch.setattr(engine, "make_tick", CannotCompile)
+    second = Engine.load(toy_dir, mesh=MeshShape(2, 1, 2), **options)
+    second.warmup()
+    results = [it.prefill([prompt])[0] for it in (first, second)]
+    check(toy_dir, [prompt, prompt], results)
+    np.testing.assert_array_equal(results[0].logits, results[1].logits)
+    # The pool is still given away to each tick rather than copied.
+    assert first.memory() == second.memory()
+    with pytest.raises(AssertionError, match="a program was lowered"):
+        Engine.load(toy_dir, mesh=MeshShape(2, 1, 2), **{**options, "block_kv": 8}).warmup()
+
+
+def compiled(function: Any = None, made_from: tuple[Any, ...] = ("double",), size: int = 4) -> Callable[..., Any]:
+    mesh = make_mesh(MeshShape())
+    shape = jax.ShapeDtypeStruct((size,), np.float32, sharding=jax.NamedSharding(mesh, P()))
+    program: Callable[..., Any] = program_cache.compile_program(
+        jax.jit(lambda x: 2 * x) if function is None else function, [shape], mesh, made_from
+    )
+    return program
+
+
+def run(program: Callable[..., Any], size: int = 4) -> np.ndarray:
+    mesh = make_mesh(MeshShape())
+    return np.asarray(program(jax.device_put(np.arange(size, dtype=np.float32), jax.NamedSharding(mesh, P()))))
+
+
+def test_everything_that_a_program_depends_on_counts(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled()
+    np.testing.assert_array_equal(run(compiled(CannotCompile())), [0, 2, 4, 6])
+    assert len(kept(folder)) == 1
+    np.testing.assert_array_equal(run(compiled(jax.jit(lambda x: 3 * x), ("triple",))), [0, 3, 6, 9])
+    np.testing.assert_array_equal(run(compiled(size=2), 2), [0, 2])
+    changes: list[Callable[[pytest.MonkeyPatch], None]] = [
+        lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
+        lambda patch: patch.setattr(program_cache, "_source_hash", lambda: "of other code"),
+        lambda patch: patch.setattr(program_cache, "_cpu_features", lambda: "of another machine"),
+        lambda patch: patch.setattr(jax, "__version__", "0.0.0"),
+    ]
+    for change in changes:
+        before = len(kept(folder))
+        with monkeypatch.context() as patch:
+            change(patch)
+            compiled()
+        assert len(kept(folder)) == before + 1
+    compiled(CannotCompile())
+    assert program_cache._source_hash() == program_cache._source_hash()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", "half", "another program"])
+def test_a_damaged_file_is_compiled_again(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, content: bytes | str
+) -> None:
+    compiled()
+    (file,) = kept(folder)
+    good = file.read_bytes()
+    if content == "another program":
+        compiled(jax.jit(lambda x: 3 * x), ("triple",))
+        content = next(other for other in kept(folder) if other != file).read_bytes()
+    file.write_bytes(good[: len(good) // 2] if isinstance(content, str) else content)
+    with caplog.at_level(logging.WARNING):
+        np.testing.assert_array_equal(run(compiled()), [0, 2, 4, 6])
+    assert file.name in caplog.text
+    compiled(CannotCompile())
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    assert program_cache.cache_folder() is None
+    np.testing.assert_array_equal(run(compiled()), [0, 2, 4, 6])
