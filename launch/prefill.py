@@ -90,6 +90,7 @@ def run() -> int:
             expert_weights=values.expert_weights,
             chunk_tokens=values.chunk_tokens,
             kv_cache_tokens=values.kv_cache_tokens,
+            memory_budget=values.memory_budget,
         )
     except (OSError, ValueError) as error:
         logging.debug("refused", exc_info=True)  # shown with --verbosity=1
@@ -115,6 +116,9 @@ def define_flags() -> None:
     flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
     flags.DEFINE_integer("kv_cache_tokens", None, "Tokens that the KV cache holds; by default the model's maximum.")
+    flags.DEFINE_string(
+        "memory_budget", None, "Bytes that a device may use, such as 64GiB; the KV cache gets what nothing else needs."
+    )
     flags.DEFINE_bool("warmup", True, "Compile everything first, so that ttft_s holds no compilation.")
 
 

@@ -198,6 +198,10 @@ def test_a_run_without_bad_lines_ends_with_0_and_gives_the_same_numbers_again(
         (["--checkpoint=/nowhere"], "nowhere"),
         (["--pp=3", "--cpu_devices=2"], "needs 3 devices"),
         (["--dtype=float16"], "float16"),
+        (
+            ["--memory_budget=100kB"],
+            "the memory budget of 97.66 KiB (100,000 bytes) per device is less than its weights",
+        ),
     ],
 )
 def test_what_cannot_start_says_why(
