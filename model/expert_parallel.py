@@ -1,7 +1,7 @@
 """Expert parallelism: each ulysses rank holds a part of the experts, and tokens travel to them and back.
 
 A token is sent once to each rank that has experts of it, with the ids and weights of those, and comes back once, as the
-weighted sum of what they gave, so a token moves as seldom as it can. Buffers have a fixed size, with room for somewhat
+weighted sum of what they gave, so it moves as seldom as it can. Buffers have a fixed size, with room for somewhat
 more rows than balanced routing sends to a rank. What does not fit goes in further rounds, so that no token is dropped
 whatever the routing:
 
@@ -30,9 +30,9 @@ from slope_jax.mesh.axes import AXES, ULYSSES, varying
 from slope_jax.model import moe, wire
 from slope_jax.model.config import GptOssConfig
 
-# Room in a buffer, over the rows of balanced routing: enough that chance alone takes no second round once a device has
-# some hundred tokens, and little enough that what is sent stays near the least possible.
-HEADROOM = 1.2
+# What balanced routing sends, over the least possible. The larger the buffers, the less balanced routing may be before it
+# takes a second round; this much room is enough for chance alone, once a rank is sent some hundred rows.
+SENT_OVER_LEAST = 1.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,18 @@ class ExchangeShape:
         """
         D, E, X = config.hidden_size, config.num_experts, config.experts_per_token
         mean_rows = tokens * (1 - math.comb(E - E // ranks, X) / math.comb(E, X))
-        words = jnp.dtype(dtype).itemsize // 2
+        row_words = D * jnp.dtype(dtype).itemsize // 2
+        dispatch_words = row_words + 3 * X  # an id and a float32 weight for each expert
+        combine_words = row_words if dtype == jnp.float32 else wire.fixed_point_words(D)
+        room = SENT_OVER_LEAST * 2 * row_words / (dispatch_words + combine_words)
         return cls(
             tokens=tokens,
             ranks=ranks,
             mean_rows=mean_rows,
-            capacity=min(tokens, math.ceil(HEADROOM * mean_rows)),
-            dispatch_words=D * words + 3 * X,  # an id and a float32 weight for each expert
-            combine_words=2 * D if words == 2 else wire.fixed_point_words(D),
-            row_bytes=D * jnp.dtype(dtype).itemsize,
+            capacity=min(tokens, max(math.ceil(mean_rows), math.floor(room * mean_rows))),
+            dispatch_words=dispatch_words,
+            combine_words=combine_words,
+            row_bytes=2 * row_words,
         )
 
     @property

@@ -1,8 +1,8 @@
 """Rows as they travel between devices: runs of 16-bit words, so that all that belongs to a row is one message.
 
 Values of bfloat16 are one word each, those of float32 two. Partial results of a bfloat16 model take one word too, in
-fixed point: blocks of up to 64 neighbouring values share a float32 scale, the largest of them over 32767. The error, at
-most half of that scale, is some forty times below that of rounding to bfloat16, for as many bytes.
+fixed point: blocks of up to 64 neighbouring values share a float32 scale, the largest of them over 32767. The error,
+half a scale at most, is some forty times below that of rounding to bfloat16, for as many bytes.
 """
 
 from __future__ import annotations

@@ -171,6 +171,8 @@ class Engine:
         """
         _check_choice("dtype", dtype, tuple(_DTYPES))
         _check_choice("expert_weights", expert_weights, _EXPERT_WEIGHTS)
+        if not isinstance(expert_parallel, bool):
+            raise ValueError(f"expert_parallel must be True or False, not {expert_parallel!r}")
         _check_positive("chunk_tokens", chunk_tokens)
         for name, value in (("block_kv", block_kv), ("page_tokens", page_tokens)):
             _check_positive(name, value)
