@@ -1,8 +1,8 @@
 """Expert parallelism: each ulysses rank holds a part of the experts, and tokens travel to them and back.
 
 A token is sent once to each rank that has experts of it, with the ids and weights of those, and comes back once, as the
-weighted sum of what they gave, so it moves as seldom as it can. Buffers have a fixed size, with room for somewhat
-more rows than balanced routing sends to a rank. What does not fit goes in further rounds, so that no token is dropped
+weighted sum of what they gave, so it moves as seldom as it can. Buffers have a fixed size, with room for somewhat more
+rows than balanced routing sends to a rank. What does not fit goes in further rounds, so that no token is dropped
 whatever the routing:
 
     rows for rank 0:  t0 t3 t4 t6 | t7 t9 .  .      capacity 4: two rounds
@@ -10,6 +10,9 @@ whatever the routing:
 
 The number of rounds is the largest that any device of the mesh needs, because exchanges inside a loop must run equally
 often on all of them. Devices without tokens take part with empty buffers.
+
+A round is not cut in parts of which one is computed while the next travels: each expert would get that many times fewer
+rows at a time, and half-filled tiles and weights that are read again cost more than an exchange takes.
 
 Partial sums are formed, and added up, in float32. Between devices they are float32 in a float32 model; in a bfloat16
 model they are 16-bit fixed point (see `wire`), which is as short as bfloat16 and rounds far less.
@@ -30,8 +33,8 @@ from slope_jax.mesh.axes import AXES, ULYSSES, varying
 from slope_jax.model import moe, wire
 from slope_jax.model.config import GptOssConfig
 
-# What balanced routing sends, over the least possible. The larger the buffers, the less balanced routing may be before it
-# takes a second round; this much room is enough for chance alone, once a rank is sent some hundred rows.
+# What balanced routing sends, over the least possible; it decides how large buffers are. The larger they are, the more
+# uneven routing may be before it takes a second round. Chance causes none once a rank is sent some hundred rows.
 SENT_OVER_LEAST = 1.25
 
 
@@ -65,7 +68,8 @@ class ExchangeShape:
         """
         D, E, X = config.hidden_size, config.num_experts, config.experts_per_token
         mean_rows = tokens * (1 - math.comb(E - E // ranks, X) / math.comb(E, X))
-        row_words = D * jnp.dtype(dtype).itemsize // 2
+        dtype = jnp.dtype(dtype)
+        row_words = D * dtype.itemsize // 2
         dispatch_words = row_words + 3 * X  # an id and a float32 weight for each expert
         combine_words = row_words if dtype == jnp.float32 else wire.fixed_point_words(D)
         room = SENT_OVER_LEAST * 2 * row_words / (dispatch_words + combine_words)
