@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -146,6 +147,8 @@ def expert_parallel_mlp(
     """
     ranks, local_experts = jax.lax.axis_size(ULYSSES), gate_up_bias_EF.shape[0]
     tokens, width = x_TD.shape
+    chex.assert_shape(routing, (tokens, config.experts_per_token))
+    chex.assert_equal(local_experts * ranks, config.num_experts)
     shape = ExchangeShape.of(config, tokens, ranks, x_TD.dtype)
     capacity = shape.capacity
     queues = _queues(routing.experts_TX // local_experts, valid_T, ranks)
