@@ -133,9 +133,9 @@ def run_stage(
             change_TD = layer.attention.project_out(out_TC, repeat)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
             with jax.named_scope("experts"):
-                change_TD, rounds = layer.moe(x_TD, valid_T & is_layer, repeat)
+                change_TD, exchanges = layer.moe(x_TD, valid_T & is_layer, repeat)
                 x_TD = x_TD + change_TD
-            work = StageWork(work.attention_blocks + partial.blocks, work.expert_rounds + rounds)
+            work = StageWork(work.attention_blocks + partial.blocks, work.expert_rounds + exchanges)
         return x_TD, pages, tails, work
 
     nothing = varying(jnp.zeros((), jnp.int32))

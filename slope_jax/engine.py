@@ -365,7 +365,7 @@ class Engine:
     def _dispatch(
         self, stages: list[ChunkWork | None], bucket: int, ids: list[NDArray[np.int32]] | None = None
     ) -> tuple[str, int, jax.Array, StageWork]:
-        """Dispatches a tick; returns what goes round the ring, in how many rounds, the logits, and the devices' work."""
+        """Dispatches a tick; returns what goes round the ring and how often, the logits, and the devices' work."""
         tick, ring_block = self._tick(bucket)
         ring, slots = self.shape.ring, bucket // self.shape.ring
         packed = np.zeros((self.shape.pp, ring, packed_length(slots, self._cache_shape.table)), np.int32)
