@@ -25,7 +25,7 @@ class MeshShape:
 
     Attributes:
       pp: pipeline stages.
-      ring: ranks of the ring that passes keys and values (ring attention).
+      ring: ranks of the ring that passes keys and values, or queries (ring attention).
       ulysses: ranks that exchange sequence shards for head shards (Ulysses attention).
 
     Raises:
@@ -65,6 +65,15 @@ class MeshShape:
             allowed = [u for u in range(1, num_heads + 1) if num_heads % u == 0 and _kv_fits(u, num_kv_heads)]
             raise ValueError(
                 f"ulysses={self.ulysses} neither divides nor is a multiple of the {num_kv_heads} KV heads; "
+                f"allowed values: {allowed}"
+            )
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ValueError when experts cannot be split evenly over the ulysses axis."""
+        if num_experts % self.ulysses:
+            allowed = [u for u in range(1, num_experts + 1) if num_experts % u == 0]
+            raise ValueError(
+                f"expert parallelism cannot split {num_experts} experts over ulysses={self.ulysses}; "
                 f"allowed values: {allowed}"
             )
 
