@@ -88,6 +88,7 @@ def run() -> int:
             mesh=mesh,
             dtype=values.dtype,
             expert_weights=values.expert_weights,
+            expert_parallel=values.expert_parallel,
             chunk_tokens=values.chunk_tokens,
             kv_cache_tokens=values.kv_cache_tokens,
         )
@@ -113,6 +114,7 @@ def define_flags() -> None:
     flags.DEFINE_string("output_dir", None, "Folder for the results.", required=True)
     flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
     flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
+    flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis and send tokens to them.")
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
     flags.DEFINE_integer("kv_cache_tokens", None, "Tokens that the KV cache holds; by default the model's maximum.")
     flags.DEFINE_bool("warmup", True, "Compile everything first, so that ttft_s holds no compilation.")

@@ -68,6 +68,15 @@ class MeshShape:
                 f"allowed values: {allowed}"
             )
 
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ValueError when experts cannot be split evenly over the ulysses axis."""
+        if num_experts % self.ulysses:
+            allowed = [u for u in range(1, num_experts + 1) if num_experts % u == 0]
+            raise ValueError(
+                f"expert parallelism cannot split {num_experts} experts over ulysses={self.ulysses}; "
+                f"allowed values: {allowed}"
+            )
+
 
 def _kv_fits(ulysses: int, num_kv_heads: int) -> bool:
     return num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0

@@ -2,8 +2,9 @@
 
 Parameters are declared with their global shapes. Those of layers lead with the stage axis, split over `pp` and
 replicated over `ring` and `ulysses`, and the repeat axis: a stage runs its unit of layers several times, with the
-weights of repeat r in the r-th time, so that programs do not grow with the number of layers. Embedding and unembedding
-are split over all devices. The modules are called inside `shard_map`, where the stage axis has been taken off.
+weights of repeat r in the r-th time, so that programs do not grow with the number of layers. Expert parallelism splits
+the experts of a layer over `ulysses`. Embedding and unembedding are split over all devices. The modules are called
+inside `shard_map`, where the stage axis has been taken off.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, mesh_shape
+from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, ULYSSES, mesh_shape
 from slope_jax.model import moe, mxfp4
 from slope_jax.model.bits import from_bits
 from slope_jax.model.config import GptOssConfig
+from slope_jax.model.expert_parallel import expert_parallel_mlp
 from slope_jax.model.ops import dot, rms_norm
 from slope_jax.model.params import kernel, param
 from slope_jax.model.stages import StagePlan
 
 Stack = tuple[int, int]  # pipeline stages, repeats of the unit of layers
+Spec = tuple[str | None, ...]  # the mesh axis of each leading axis of a parameter
+
+REPLICATED_EXPERTS: Spec = (PP,)
+SPLIT_EXPERTS: Spec = (PP, None, ULYSSES)
 
 
 class Attention(nnx.Module):
@@ -59,12 +65,12 @@ class Attention(nnx.Module):
 class Experts(nnx.Module):
     """Expert weights ready for use; the first F columns of `gate_up` are the gates, the last F the ups."""
 
-    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike):
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, spec: Spec):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up = kernel((*stack, E, D, 2 * F), dtype, PP)
-        self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, PP)
-        self.down = kernel((*stack, E, F, D), dtype, PP)
-        self.down_bias = param((*stack, E, D), jnp.float32, PP)
+        self.gate_up = kernel((*stack, E, D, 2 * F), dtype, *spec)
+        self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, *spec)
+        self.down = kernel((*stack, E, F, D), dtype, *spec)
+        self.down_bias = param((*stack, E, D), jnp.float32, *spec)
 
     def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
         """The kernels of one expert: gate_up `[D, 2F]` and down `[F, D]`."""
@@ -75,14 +81,14 @@ class Experts(nnx.Module):
 class PackedExperts(nnx.Module):
     """Expert weights in MXFP4, as in the checkpoint but for the gate rows, which stand before the up rows."""
 
-    def __init__(self, config: GptOssConfig, stack: Stack):
+    def __init__(self, config: GptOssConfig, stack: Stack, spec: Spec):
         E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
-        self.gate_up_blocks = param((*stack, E, 2 * F, D // mxfp4.BLOCK, mxfp4.BLOCK // 2), jnp.uint8, PP)
-        self.gate_up_scales = param((*stack, E, 2 * F, D // mxfp4.BLOCK), jnp.uint8, PP)
-        self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, PP)
-        self.down_blocks = param((*stack, E, D, F // mxfp4.BLOCK, mxfp4.BLOCK // 2), jnp.uint8, PP)
-        self.down_scales = param((*stack, E, D, F // mxfp4.BLOCK), jnp.uint8, PP)
-        self.down_bias = param((*stack, E, D), jnp.float32, PP)
+        self.gate_up_blocks = param((*stack, E, 2 * F, D // mxfp4.BLOCK, mxfp4.BLOCK // 2), jnp.uint8, *spec)
+        self.gate_up_scales = param((*stack, E, 2 * F, D // mxfp4.BLOCK), jnp.uint8, *spec)
+        self.gate_up_bias = param((*stack, E, 2 * F), jnp.float32, *spec)
+        self.down_blocks = param((*stack, E, D, F // mxfp4.BLOCK, mxfp4.BLOCK // 2), jnp.uint8, *spec)
+        self.down_scales = param((*stack, E, D, F // mxfp4.BLOCK), jnp.uint8, *spec)
+        self.down_bias = param((*stack, E, D), jnp.float32, *spec)
 
     def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
         """The kernels of one expert, unpacked: gate_up `[D, 2F]` and down `[F, D]`."""
@@ -96,37 +102,38 @@ class PackedExperts(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """The norm, router and experts of a mixture-of-experts block."""
 
-    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, packed: bool):
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, packed: bool, expert_parallel: bool):
         self.config = config
+        self.expert_parallel = expert_parallel
         D, E = config.hidden_size, config.num_experts
         self.norm = param((*stack, D), jnp.float32, PP)
         self.router_kernel = kernel((*stack, D, E), dtype, PP)
         self.router_bias = param((*stack, E), jnp.float32, PP)
-        self.experts = PackedExperts(config, stack) if packed else Experts(config, stack, dtype)
+        spec = SPLIT_EXPERTS if expert_parallel else REPLICATED_EXPERTS
+        self.experts = PackedExperts(config, stack, spec) if packed else Experts(config, stack, dtype, spec)
 
-    def __call__(self, x_TD: jax.Array, valid_T: jax.Array, repeat: jax.Array) -> jax.Array:
-        """What the block adds to the residual stream of the valid tokens; float32."""
+    def __call__(self, x_TD: jax.Array, valid_T: jax.Array, repeat: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the block adds to the residual stream of the valid tokens, float32; and the rounds of its exchange."""
         kernel = from_bits(self.router_kernel[...][repeat])
         t_TD = rms_norm(x_TD, self.norm[...][repeat], self.config.rms_norm_eps).astype(kernel.dtype)
         routing = moe.route(dot(t_TD, kernel) + self.router_bias[...][repeat], self.config.experts_per_token)
         experts = self.experts
-        return moe.grouped_mlp(
-            t_TD,
-            routing,
-            valid_T,
-            self.config,
-            lambda e: experts.read(repeat, e, kernel.dtype),
-            experts.gate_up_bias[...][repeat],
-            experts.down_bias[...][repeat],
-        )
+
+        def read(expert: jax.Array) -> moe.Weights:
+            return experts.read(repeat, expert, kernel.dtype)
+
+        biases = experts.gate_up_bias[...][repeat], experts.down_bias[...][repeat]
+        if self.expert_parallel:
+            return expert_parallel_mlp(t_TD, routing, valid_T, self.config, read, *biases)
+        return moe.grouped_mlp(t_TD, routing, valid_T, self.config, read, *biases), jnp.zeros((), jnp.int32)
 
 
 class DecoderLayer(nnx.Module):
     """One slot of the unit, in every stage and repeat."""
 
-    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, packed: bool):
+    def __init__(self, config: GptOssConfig, stack: Stack, dtype: DTypeLike, packed: bool, expert_parallel: bool):
         self.attention = Attention(config, stack, dtype)
-        self.moe = MixtureOfExperts(config, stack, dtype, packed)
+        self.moe = MixtureOfExperts(config, stack, dtype, packed, expert_parallel)
 
 
 class GptOss(nnx.Module):
@@ -136,12 +143,20 @@ class GptOss(nnx.Module):
     multiple of the number of devices.
     """
 
-    def __init__(self, config: GptOssConfig, plan: StagePlan, devices: int, dtype: DTypeLike, packed: bool):
+    def __init__(
+        self,
+        config: GptOssConfig,
+        plan: StagePlan,
+        devices: int,
+        dtype: DTypeLike,
+        packed: bool,
+        expert_parallel: bool = False,
+    ):
         V, D = config.vocab_size, config.hidden_size
         self.config = config
         self.embedding = kernel((V, _round_up(D, devices)), dtype, None, AXES)
         stack = (len(plan.layers), plan.repeats)
-        self.layers = nnx.List([DecoderLayer(config, stack, dtype, packed) for _ in plan.unit])
+        self.layers = nnx.List([DecoderLayer(config, stack, dtype, packed, expert_parallel) for _ in plan.unit])
         self.final_norm = param((D,), jnp.float32)
         self.unembedding = param((_round_up(V, devices), D), dtype, AXES)
 
@@ -165,12 +180,26 @@ class GptOss(nnx.Module):
 
 
 def abstract_model(
-    config: GptOssConfig, plan: StagePlan, mesh: Mesh, dtype: DTypeLike, packed: bool
+    config: GptOssConfig,
+    plan: StagePlan,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    packed: bool,
+    expert_parallel: bool = False,
 ) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
-    """The graph definition of a model and its state, whose leaves are `jax.ShapeDtypeStruct`s with shardings."""
+    """The graph definition of a model and its state, whose leaves are `jax.ShapeDtypeStruct`s with shardings.
+
+    With a single ulysses rank, `expert_parallel` changes nothing.
+
+    Raises:
+      ValueError: the experts cannot be split over the ulysses axis.
+    """
     shape = mesh_shape(mesh)
+    if expert_parallel:
+        shape.check_experts(config.num_experts)
+    split = expert_parallel and shape.ulysses > 1
     with jax.set_mesh(mesh):
-        model = nnx.eval_shape(lambda: GptOss(config, plan, shape.num_devices, dtype, packed))
+        model = nnx.eval_shape(lambda: GptOss(config, plan, shape.num_devices, dtype, packed, split))
     graph, state = nnx.split(model)
 
     def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

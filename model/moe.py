@@ -79,25 +79,28 @@ def grouped_mlp(
     read_weights: Callable[[jax.Array], Weights],
     gate_up_bias_EF: jax.Array,
     down_bias_ED: jax.Array,
+    expected_pairs: int | None = None,
 ) -> jax.Array:
     """The experts' output of every token, weighted and summed; float32 `[T, D]`.
 
     Args:
       x_TD: normalised input in the compute dtype.
-      routing: the experts of each token.
+      routing: the experts of each token, as indices of the biases; an id that is too large stands for no expert.
       valid_T: which rows are tokens; the output of the others is zero.
       config: the model's hyperparameters.
       read_weights: gives the weights of one expert in the compute dtype.
       gate_up_bias_EF: float32 `[E, 2F]`, gates first.
       down_bias_ED: float32 `[E, D]`.
+      expected_pairs: how many (token, expert) pairs there usually are; by default all that there can be.
     """
     tokens, choices = routing.experts_TX.shape
     chex.assert_shape(x_TD, (tokens, config.hidden_size))
     chex.assert_shape(valid_T, (tokens,))
     chex.assert_shape(gate_up_bias_EF, (None, 2 * config.intermediate_size))
     chex.assert_shape(down_bias_ED, (None, config.hidden_size))
-    sizes = _block_sizes(tokens * choices, config.num_experts)
-    groups = group_by_expert(routing.experts_TX, valid_T, config.num_experts)
+    num_experts = down_bias_ED.shape[0]
+    sizes = _block_sizes(expected_pairs or tokens * choices, num_experts)
+    groups = group_by_expert(routing.experts_TX, valid_T, num_experts)
     token_of_row = jnp.pad(groups.order // choices, (0, sizes[-1]))
     bits_TD = to_bits(x_TD)
     used = jnp.argsort(groups.size == 0, stable=True)
@@ -126,9 +129,9 @@ def grouped_mlp(
 
     rows = varying(jnp.zeros((tokens * choices + sizes[-1], x_TD.shape[1]), jnp.float32))
     rows = jax.lax.fori_loop(0, jnp.sum(groups.size > 0), one_expert, rows)
-    y_TXD = rows[groups.row_of_pair.reshape(tokens, choices)]
-    y_TD = jnp.sum(y_TXD * routing.weights_TX[:, :, None], axis=1)
-    return jnp.where(valid_T[:, None], y_TD, 0)
+    has_expert_TX = valid_T[:, None] & (routing.experts_TX < num_experts)
+    y_TXD = rows[jnp.where(has_expert_TX, groups.row_of_pair.reshape(tokens, choices), 0)]
+    return jnp.sum(jnp.where(has_expert_TX[:, :, None], y_TXD * routing.weights_TX[:, :, None], 0), axis=1)
 
 
 def _block_sizes(pairs: int, num_experts: int) -> tuple[int, ...]:

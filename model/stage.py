@@ -59,6 +59,20 @@ class StageCache:
     tails: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StageWork:
+    """What a stage did in a tick, counted on each device.
+
+    Attributes:
+      attention_blocks: products of a query block and a key block.
+      expert_rounds: rounds of the exchange of expert parallelism, of all layers together.
+    """
+
+    attention_blocks: jax.Array
+    expert_rounds: jax.Array
+
+
 def run_stage(
     layers: list[DecoderLayer],
     active: jax.Array,
@@ -68,7 +82,7 @@ def run_stage(
     cache: StageCache,
     config: GptOssConfig,
     spec: StageSpec,
-) -> tuple[jax.Array, StageCache, jax.Array]:
+) -> tuple[jax.Array, StageCache, StageWork]:
     """Runs the layers of this device's stage.
 
     Args:
@@ -82,7 +96,7 @@ def run_stage(
       spec: the static parameters.
 
     Returns:
-      The residual stream after the stage, the caches with the chunk in them, and the attention block products computed.
+      The residual stream after the stage, the caches with the chunk in them, and what was done.
     """
     ranks = jax.lax.axis_size(ULYSSES)
     rank = jax.lax.axis_index(ULYSSES)
@@ -117,11 +131,13 @@ def run_stage(
             change_TD = layer.attention.project_out(out_TC, repeat)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
             with jax.named_scope("experts"):
-                x_TD = x_TD + layer.moe(x_TD, valid_T & is_layer, repeat)
-            work = work + partial.blocks
+                change_TD, rounds = layer.moe(x_TD, valid_T & is_layer, repeat)
+                x_TD = x_TD + change_TD
+            work = StageWork(work.attention_blocks + partial.blocks, work.expert_rounds + rounds)
         return x_TD, pages, tails, work
 
-    start = (x_TD, cache.pages, cache.tails, varying(jnp.zeros((), jnp.int32)))
+    nothing = varying(jnp.zeros((), jnp.int32))
+    start = (x_TD, cache.pages, cache.tails, StageWork(nothing, nothing))
     x_TD, pages, tails, work = jax.lax.fori_loop(0, active.shape[0], run_unit, start)
     return x_TD, StageCache(positions, pages, tails), work
 

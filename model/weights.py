@@ -62,7 +62,13 @@ def model_fingerprint(source: TensorSource) -> str:
 
 
 def load_model(
-    source: TensorSource, config: GptOssConfig, plan: StagePlan, mesh: Mesh, dtype: DTypeLike, packed: bool
+    source: TensorSource,
+    config: GptOssConfig,
+    plan: StagePlan,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    packed: bool,
+    expert_parallel: bool = False,
 ) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
     """Reads what the devices of this process need and places it on the mesh.
 
@@ -73,6 +79,7 @@ def load_model(
       mesh: the mesh, made by `make_mesh`.
       dtype: bfloat16 or float32, of the kernels, the embedding and the unembedding.
       packed: whether expert weights stay in MXFP4.
+      expert_parallel: whether the experts are split over the ulysses axis.
 
     Returns:
       The graph definition of `GptOss` and its state, with the shardings that `abstract_model` declares. MXFP4 weights
@@ -80,10 +87,10 @@ def load_model(
 
     Raises:
       ValueError: another dtype, a checkpoint that does not suit `config`, `dtype` or `packed`, a plan of other layers,
-        or an MXFP4 scale that is not a number.
+        experts that cannot be split, or an MXFP4 scale that is not a number.
     """
     _check_request(source, config, plan, dtype, packed)
-    graph, state = abstract_model(config, plan, mesh, dtype, packed)
+    graph, state = abstract_model(config, plan, mesh, dtype, packed, expert_parallel)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     params = [
         _Parameter(_leaf_name(path), leaf.shape, leaf.dtype, NamedSharding(mesh, leaf.sharding.spec))
@@ -189,6 +196,8 @@ _UNQUANTISED: dict[str, tuple[tuple[str, ...], Make]] = {
     "moe.experts.down": (("down_proj",), _keep),
 }
 
+_EXPERT_AXIS = 2  # of the parameters of experts, after stages and repeats; the first of their tensors
+
 _MODEL = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -224,6 +233,9 @@ class _Loader:
                 shape = self._source.shape(name)
                 if param.name in _MODEL:
                     shape = tuple(min(stop, n) - min(start, n) for (start, stop), n in zip(index, shape, strict=True))
+                elif ".experts." in param.name:
+                    start, stop = index[_EXPERT_AXIS]
+                    shape = (stop - start, *shape[1:])
                 total += math.prod(shape) * self._source.dtype(name).itemsize
         return total
 
@@ -270,12 +282,13 @@ class _Loader:
     def _load_whole(self, param: _Parameter, index: Index) -> jax.Array:
         """The part of one stage of a small layer parameter (zeros for empty slots), a layer at a time."""
         shape = tuple(stop - start for start, stop in index)
+        part = [slice(*index[_EXPERT_AXIS])] if ".experts." in param.name else []
         builder = ShardBuilder(index, param.dtype, param.shards[index], axis=1)
         filled = 0
         for repeat in range(shape[1]):
             names, make = self._rule(param, index, repeat)
             if names:
-                value = make(*(self._read(name) for name in names))
+                value = make(*(self._read(name, *part) for name in names))
                 builder.append([_cast(value, param.value_dtype)[None]], _keep, at=(0, repeat))
                 filled += 1
         return builder.finish(filled)
@@ -283,17 +296,19 @@ class _Loader:
     def _load_experts(self, param: _Parameter, index: Index) -> jax.Array:
         """The part of one stage of expert weights (zeros for empty slots), some experts at a time."""
         shape = tuple(stop - start for start, stop in index)
-        builder = ShardBuilder(index, param.dtype, param.shards[index], axis=2)
-        experts = _largest_divisor(shape[2], PIECE_BYTES // (math.prod(shape[3:]) * param.dtype.itemsize))
+        first_expert = index[_EXPERT_AXIS][0]
+        builder = ShardBuilder(index, param.dtype, param.shards[index], axis=_EXPERT_AXIS)
+        experts = _largest_divisor(shape[_EXPERT_AXIS], PIECE_BYTES // (math.prod(shape[3:]) * param.dtype.itemsize))
         filled = 0
         for repeat in range(shape[1]):
             names, make = self._rule(param, index, repeat)
-            for first in range(0, shape[2] if names else 0, experts):
+            for place in range(0, shape[_EXPERT_AXIS] if names else 0, experts):
+                first = first_expert + place
                 parts = [self._read(name, slice(first, first + experts)) for name in names]
                 for name, part in zip(names, parts, strict=True):
                     if name.endswith("_scales"):
                         mxfp4.check_scales(part, f"{self._source.where(name)}, from expert {first}")
-                builder.append([_cast(part, param.value_dtype) for part in parts], make, at=(0, repeat, first))
+                builder.append([_cast(part, param.value_dtype) for part in parts], make, at=(0, repeat, place))
                 filled += experts
         return builder.finish(filled)
 

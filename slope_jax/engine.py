@@ -37,7 +37,7 @@ from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.cost import Traffic, tick_traffic
 from slope_jax.model.gpt_oss import GptOss, abstract_model
-from slope_jax.model.stage import StageSpec
+from slope_jax.model.stage import StageSpec, StageWork
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
@@ -65,6 +65,8 @@ class TickRecord:
       rounds: rounds of the ring.
       host_s: seconds that the host took to prepare and dispatch it.
       attention_blocks: products of a query block and a key block per device, int32 `[pp, ring, ulysses]`.
+      expert_rounds: rounds of the exchange of expert parallelism, of all layers of a stage together: one for each
+        layer while routing is balanced.
     """
 
     bucket: int
@@ -72,6 +74,7 @@ class TickRecord:
     rounds: int
     host_s: float
     attention_blocks: NDArray[np.int32]
+    expert_rounds: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +83,7 @@ class _Dispatched:
 
     record: TickRecord
     logits: jax.Array
-    blocks: jax.Array
+    work: StageWork
     finished: ChunkWork | None
     pages: list[jax.Array]
     tails: jax.Array | None
@@ -155,6 +158,7 @@ class Engine:
         mesh: MeshShape = MeshShape(),  # noqa: B008 - frozen
         dtype: str = "bfloat16",
         expert_weights: str = "bfloat16",
+        expert_parallel: bool = False,
         chunk_tokens: int = 4096,
         kv_cache_tokens: int | None = None,
         memory_budget: int | str | None = None,
@@ -172,6 +176,8 @@ class Engine:
           dtype: "bfloat16", or "float32" for exact comparison: weights, matrix products and KV.
           expert_weights: "bfloat16" unpacks the experts at load (to `dtype`), "mxfp4" keeps them packed in device
             memory and unpacks each where it is used.
+          expert_parallel: splits the experts over the ulysses axis and sends tokens to them, instead of keeping all
+            experts of a stage on every device; the results are the same.
           chunk_tokens: prompts are processed in chunks of at most this many tokens.
           kv_cache_tokens: tokens that the KV cache holds; the model's maximum by default.
           memory_budget: bytes that a device may use, such as "64GiB"; the KV cache gets what weights and programs leave
@@ -187,6 +193,8 @@ class Engine:
         """
         _check_choice("dtype", dtype, tuple(_DTYPES))
         _check_choice("expert_weights", expert_weights, _EXPERT_WEIGHTS)
+        if not isinstance(expert_parallel, bool):
+            raise ValueError(f"expert_parallel must be True or False, not {expert_parallel!r}")
         _check_positive("chunk_tokens", chunk_tokens)
         for name, value in (("block_kv", block_kv), ("page_tokens", page_tokens)):
             _check_positive(name, value)
@@ -197,6 +205,8 @@ class Engine:
         source = weights.open_source(checkpoint)
         config = source.config
         mesh.check_heads(config.num_heads, config.num_kv_heads)
+        if expert_parallel:
+            mesh.check_experts(config.num_experts)
         plan = plan_stages(config.layer_types, mesh.pp)
         if kv_cache_tokens is not None and memory_budget is not None:
             raise ValueError(
@@ -220,6 +230,7 @@ class Engine:
                 "mesh": str(mesh),
                 "dtype": dtype,
                 "expert_weights": expert_weights,
+                "expert_parallel": str(expert_parallel),
                 "chunk_tokens": str(chunk_tokens),
                 "kv_cache_tokens": str(kv_cache_tokens),
                 "memory_budget": str(budget),
@@ -232,7 +243,7 @@ class Engine:
             log.info("%s", plan.describe())
         tokenizer = load_tokenizer(checkpoint, config.vocab_size) if isinstance(checkpoint, str | os.PathLike) else None
         packed = expert_weights == "mxfp4"
-        graph, shapes = abstract_model(config, plan, device_mesh, _DTYPES[dtype], packed)
+        graph, shapes = abstract_model(config, plan, device_mesh, _DTYPES[dtype], packed, expert_parallel)
 
         def make(tokens: int) -> Engine:
             return cls(
@@ -260,7 +271,9 @@ class Engine:
             distributed.agree("Engine.load, cache", {"kv_cache_tokens": str(engine._kv_cache_tokens)})
             if jax.process_index() == 0:
                 log.info("%s", engine.memory().describe())
-        engine._params = weights.load_model(source, config, plan, device_mesh, _DTYPES[dtype], packed)[1]
+        _, engine._params = weights.load_model(
+            source, config, plan, device_mesh, _DTYPES[dtype], packed, expert_parallel
+        )
         return engine
 
     @property
@@ -344,11 +357,13 @@ class Engine:
 
         def complete() -> None:
             tick = in_flight.popleft()
-            blocks = np.asarray(tick.blocks)
+            blocks, expert_rounds = np.asarray(tick.work.attention_blocks), np.asarray(tick.work.expert_rounds)
             if tick.finished is not None:
                 index = tick.finished.request
                 results[index] = self._result(requests[index], tick, arrival)
-            records.append(dataclasses.replace(tick.record, attention_blocks=blocks))
+            records.append(
+                dataclasses.replace(tick.record, attention_blocks=blocks, expert_rounds=int(expert_rounds.max()))
+            )
             if on_tick is not None:
                 on_tick(len(records), max(total, len(records)))
 
@@ -369,7 +384,7 @@ class Engine:
         begin = time.perf_counter()
         longest = max(work.num_tokens for work in stages if work is not None)
         bucket = next(b for b in self.buckets if b >= longest)
-        rounds, logits, blocks = self._dispatch(stages, bucket, ids)
+        rounds, logits, work = self._dispatch(stages, bucket, ids)
         finished = stages[-1]
         pages: list[jax.Array] = []
         tails = None
@@ -385,13 +400,14 @@ class Engine:
             rounds=rounds,
             host_s=time.perf_counter() - begin,
             attention_blocks=np.zeros(0, np.int32),
+            expert_rounds=0,
         )
-        return _Dispatched(record, logits, blocks, finished, pages, tails)
+        return _Dispatched(record, logits, work, finished, pages, tails)
 
     def _dispatch(
         self, stages: list[ChunkWork | None], bucket: int, ids: list[NDArray[np.int32]] | None = None
-    ) -> tuple[int, jax.Array, jax.Array]:
-        """Dispatches a tick; returns the rounds of the ring, the logits and the attention blocks."""
+    ) -> tuple[int, jax.Array, StageWork]:
+        """Dispatches a tick; returns the rounds of the ring, the logits and what the devices did."""
         tick, ring_block = self._tick(bucket)
         ring, slots = self.shape.ring, bucket // self.shape.ring
         packed = np.zeros((self.shape.pp, ring, packed_length(slots, self._cache_shape.table)), np.int32)
@@ -413,8 +429,8 @@ class Engine:
         if self._state is None:
             self._state = self._make_state()
         state, self._state = self._state, None
-        self._state, logits, blocks = tick(self._params, state, self._put(packed, P(PP, RING)), self._put(incoming))
-        return rounds, logits, blocks
+        self._state, logits, work = tick(self._params, state, self._put(packed, P(PP, RING)), self._put(incoming))
+        return rounds, logits, work
 
     def _tick(self, bucket: int) -> tuple[Any, int]:
         """The compiled tick of a bucket, and how many KV slots a rank sends in one round of the ring."""

@@ -22,7 +22,7 @@ from slope_jax.mesh.axes import AXES, PER_DEVICE, PP, RING, SEQUENCE_AXES, ULYSS
 from slope_jax.mesh.layout import ChunkView
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.gpt_oss import DecoderLayer, GptOss
-from slope_jax.model.stage import StageCache, StageSpec, run_stage
+from slope_jax.model.stage import StageCache, StageSpec, StageWork, run_stage
 from slope_jax.model.stages import StagePlan
 
 
@@ -54,7 +54,7 @@ def make_tick(
     The function takes the model's state, the engine's state (donated), the packed chunks int32 `[P, ring, ...]` (see
     `layout.pack_chunk`) and int32 `[1 + tokens]`: the rounds of the ring, then the ids of the chunk that enters stage 0
     by ring rank and slot. It returns the new state, the logits float32 `[V padded]` after the last token of the chunk
-    in the last stage, and the attention block products per device `[P, ring, ulysses]`.
+    in the last stage, and what each device did, as `[P, ring, ulysses]`.
     """
     ring, ulysses = mesh.shape[RING], mesh.shape[ULYSSES]
     rows = tokens // (ring * ulysses)
@@ -63,7 +63,7 @@ def make_tick(
 
     def device_tick(
         params: nnx.State, state: EngineState, packed: jax.Array, incoming: jax.Array
-    ) -> tuple[EngineState, jax.Array, jax.Array]:
+    ) -> tuple[EngineState, jax.Array, StageWork]:
         model = nnx.merge(graph, params)
         stage = jax.lax.axis_index(PP)
         chunk = ChunkView.unpack(packed[0, 0], tokens // ring)
@@ -89,7 +89,7 @@ def make_tick(
         moved = jax.lax.ppermute(x, PP, [(s, s + 1) for s in range(stages - 1)])
         hidden = local.hidden.at[:rows].set(moved)
         new_state = jax.tree.map(lambda a: a[None, None, None], EngineState(hidden, cache))
-        return new_state, logits, work[None, None, None]
+        return new_state, logits, jax.tree.map(lambda a: a[None, None, None], work)
 
     sharded = jax.shard_map(
         device_tick,

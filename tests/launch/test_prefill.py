@@ -189,6 +189,12 @@ def test_a_run_without_bad_lines_ends_with_0_and_gives_the_same_numbers_again(
     for a, b in zip(first, second, strict=True):
         assert {k: v for k, v in a.items() if k != "ttft_s"} == {k: v for k, v in b.items() if k != "ttft_s"}
     assert first[0]["top_logprobs"] == first[1]["top_logprobs"]
+    status, split, _ = run_lines(tiny_dir, tmp_path, lines, "--nowarmup", "--expert_parallel")
+    assert status == 0
+    for a, b in zip(first, split, strict=True):
+        assert a["token_id"] == b["token_id"]
+        ordinary, parallel = ([t["logprob"] for t in result["top_logprobs"]] for result in (a, b))
+        np.testing.assert_allclose(ordinary, parallel, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +204,7 @@ def test_a_run_without_bad_lines_ends_with_0_and_gives_the_same_numbers_again(
         (["--checkpoint=/nowhere"], "nowhere"),
         (["--pp=3", "--cpu_devices=2"], "needs 3 devices"),
         (["--dtype=float16"], "float16"),
+        (["--expert_parallel", "--ulysses=4", "--cpu_devices=4"], "split 6 experts over ulysses=4"),
     ],
 )
 def test_what_cannot_start_says_why(

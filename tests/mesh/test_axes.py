@@ -60,6 +60,12 @@ def test_devices_are_taken_evenly_from_processes() -> None:
     assert [d.id for d in axes._take_evenly(devices, 4)] == [0, 1, 4, 5]
 
 
+def test_experts_that_cannot_be_split_evenly_are_refused() -> None:
+    MeshShape(1, 1, 8).check_experts(128)
+    with pytest.raises(ValueError, match=r"12 experts over ulysses=8; allowed values: \[1, 2, 3, 4, 6, 12\]"):
+        MeshShape(1, 1, 8).check_experts(12)
+
+
 def test_a_mesh_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mesh 2x4x2.*needs 16 devices, but there are 8"):
         make_mesh(MeshShape(2, 4, 2))

@@ -1,6 +1,6 @@
 """Loads a checkpoint in a process of its own, for test_load_processes.py, and prints what that took as JSON.
 
-python load_job.py DIRECTORY PPxRINGxULYSSES DTYPE PACKED [ADDRESS NUM_PROCESSES PROCESS_ID]
+python load_job.py DIRECTORY PPxRINGxULYSSES DTYPE PACKED SPLIT [ADDRESS NUM_PROCESSES PROCESS_ID]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slope_jax.model.weights import load_model
 
 def main() -> None:
     """Prints one line: bytes read, peak memory, size of the arrays, digests of the shards by position in the mesh."""
-    directory, shape_text, dtype, packed, *job = sys.argv[1:]
+    directory, shape_text, dtype, packed, split, *job = sys.argv[1:]
     shape = MeshShape(*map(int, shape_text.split("x")))
     num_processes = int(job[1]) if job else 1
     jax.config.update("jax_num_cpu_devices", shape.num_devices // num_processes)
@@ -35,7 +35,8 @@ def main() -> None:
     source = form.open(directory)
     mesh = make_mesh(shape)
     before = peak_memory()
-    _, state = load_model(source, config, plan_stages(config.layer_types, shape.pp), mesh, dtype, packed == "packed")
+    plan = plan_stages(config.layer_types, shape.pp)
+    _, state = load_model(source, config, plan, mesh, dtype, packed == "packed", split == "split")
     jax.block_until_ready(state)
     after = peak_memory()
     positions = {device: position for position, device in enumerate(mesh.devices.flat)}

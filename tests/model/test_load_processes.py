@@ -35,19 +35,24 @@ def run_jobs(*jobs: tuple[str, ...]) -> list[dict[str, Any]]:
     return [json.loads(output) for output in outputs]
 
 
+def run_two_and_one(*what: str) -> list[dict[str, Any]]:
+    """The results of two processes that share a mesh, which together hold what the third, alone, holds."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    first, second, alone = run_jobs((*what, address, "2", "0"), (*what, address, "2", "1"), what)
+    assert first["digests"] | second["digests"] == alone["digests"]
+    assert first["digests"].keys().isdisjoint(second["digests"])
+    return [first, second, alone]
+
+
 @pytest.mark.parametrize("form", ["safetensors", "orbax"])
 def test_two_processes_read_their_own_half(toy_dir: pathlib.Path, tmp_path: pathlib.Path, form: str) -> None:
     directory = toy_dir
     if form == "orbax":
         directory = tmp_path / "converted"
         orbax_io.convert(Checkpoint.open(toy_dir), directory)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    what = (str(directory), "2x2x2", "bfloat16", "unpacked")
-    first, second, alone = run_jobs((*what, address, "2", "0"), (*what, address, "2", "1"), what)
-    assert first["digests"] | second["digests"] == alone["digests"]
-    assert first["digests"].keys().isdisjoint(second["digests"])
+    first, second, alone = run_two_and_one(str(directory), "2x2x2", "bfloat16", "unpacked", "whole")
 
     if form == "orbax":  # the vocabulary is small enough here to be a single chunk
         assert max(first["bytes_read"], second["bytes_read"]) < 0.6 * alone["bytes_read"]
@@ -61,6 +66,24 @@ def test_two_processes_read_their_own_half(toy_dir: pathlib.Path, tmp_path: path
         for layer in plan.layers[stage]:
             wanted += sum(t.nbytes for name, t in tensors.items() if name.startswith(f"model.layers.{layer}."))
         assert result["bytes_read"] == wanted
+
+
+def test_two_processes_read_their_own_experts(toy_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    first, second, _ = run_two_and_one(str(toy_dir), "1x1x2", "bfloat16", "packed", "split")
+    tensors = checkpoints.model_tensors(TOY)
+    vocab_rows = math.ceil(TOY.vocab / 2)
+    for rank, result in enumerate((first, second)):
+        wanted = tensors["model.norm.weight"].nbytes + tensors["model.embed_tokens.weight"].nbytes // 2
+        wanted += (vocab_rows if rank == 0 else TOY.vocab - vocab_rows) * TOY.hidden * 2
+        for name, tensor in tensors.items():
+            if name.startswith("model.layers."):
+                wanted += tensor.nbytes // (2 if ".experts." in name else 1)
+        assert result["bytes_read"] == wanted
+
+    orbax_io.convert(Checkpoint.open(toy_dir), tmp_path / "converted")
+    first, second, alone = run_two_and_one(str(tmp_path / "converted"), "1x1x2", "bfloat16", "packed", "split")
+    kernels = sum(t.nbytes for name, t in tensors.items() if name.endswith(("_blocks", "_scales")))
+    assert max(first["bytes_read"], second["bytes_read"]) <= alone["bytes_read"] - kernels // 2
 
 
 def write_sparse(directory: pathlib.Path, experts: int) -> None:
@@ -92,7 +115,7 @@ def test_the_host_holds_little_beside_the_arrays(tmp_path: pathlib.Path, experts
     The two devices of a CPU process share the arrays, which are counted once.
     """
     write_sparse(tmp_path / "sparse", experts)
-    (result,) = run_jobs((str(tmp_path / "sparse"), "1x2x1", "bfloat16", packed))
+    (result,) = run_jobs((str(tmp_path / "sparse"), "1x2x1", "bfloat16", packed, "whole"))
     assert result["arrays"] > 0.9e9
     assert result["after"] - result["arrays"] < 1 << 30, "with Python, JAX and its programs"
     assert result["after"] - result["arrays"] - result["before"] < 400 << 20

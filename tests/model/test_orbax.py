@@ -29,11 +29,13 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
 
 
-def load(directory: pathlib.Path, shape: tuple[int, int, int], dtype: Any, packed: bool) -> list[jax.Array]:
+def load(
+    directory: pathlib.Path, shape: tuple[int, int, int], dtype: Any, packed: bool, expert_parallel: bool = False
+) -> list[jax.Array]:
     config = load_config(directory)
     plan = plan_stages(config.layer_types, shape[0])
     mesh = make_mesh(MeshShape(*shape), jax.devices()[: math.prod(shape)])
-    _, state = weights.load_model(weights.open_source(directory), config, plan, mesh, dtype, packed)
+    _, state = weights.load_model(weights.open_source(directory), config, plan, mesh, dtype, packed, expert_parallel)
     return jax.tree.leaves(state)
 
 
@@ -63,6 +65,14 @@ def test_bits_are_those_of_the_source(
     toy_dir: pathlib.Path, converted: pathlib.Path, shape: tuple[int, int, int], dtype: np.dtype, packed: bool
 ) -> None:
     assert_same_bits(load(converted, shape, dtype, packed), load(toy_dir, shape, dtype, packed))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+def test_bits_are_those_of_the_source_with_experts_split(
+    toy_dir: pathlib.Path, converted: pathlib.Path, packed: bool
+) -> None:
+    found, wanted = (load(d, (2, 1, 4), BFLOAT16, packed, expert_parallel=True) for d in (converted, toy_dir))
+    assert_same_bits(found, wanted)
 
 
 def test_pieces_parts_and_unpacked_experts_join_exactly(

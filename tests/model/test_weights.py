@@ -29,14 +29,18 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def load(
-    source: Checkpoint | pathlib.Path, shape: tuple[int, int, int], dtype: Any, packed: bool
+    source: Checkpoint | pathlib.Path,
+    shape: tuple[int, int, int],
+    dtype: Any,
+    packed: bool,
+    expert_parallel: bool = False,
 ) -> tuple[dict[str, jax.Array], StagePlan]:
     """The loaded parameters by name, and the plan that they were loaded with."""
     config = source.config if isinstance(source, Checkpoint) else load_config(source)
     plan = plan_stages(config.layer_types, shape[0])
     mesh = make_mesh(MeshShape(*shape), jax.devices()[: np.prod(shape)])
     opened = source if isinstance(source, Checkpoint) else weights.open_source(source)
-    _, state = weights.load_model(opened, config, plan, mesh, dtype, packed)
+    _, state = weights.load_model(opened, config, plan, mesh, dtype, packed, expert_parallel)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
     return dict(zip(names, (array for _, array in leaves), strict=True)), plan
@@ -146,6 +150,31 @@ def test_every_device_holds_its_shard_and_no_more(toy_dir: pathlib.Path) -> None
             else:
                 part = wanted[name][pp : pp + 1]
             np.testing.assert_array_equal(np.asarray(shard.data), part, err_msg=f"{name} {ring} {ulysses}")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize(("model", "shape"), [(TOY, (4, 1, 2)), (WIDE, (1, 2, 4))], ids=["toy-4x1x2", "wide-1x2x4"])
+def test_expert_parallelism_gives_every_device_its_own_experts(
+    checkpoint: WriteCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    model: TinyModel,
+    shape: tuple[int, int, int],
+    packed: bool,
+) -> None:
+    """Bit for bit, in pieces of less than a shard, with empty slots of stages, and with every byte read once."""
+    monkeypatch.setattr(weights, "PIECE_BYTES", 30_000)
+    source = Checkpoint.open(checkpoint(model))
+    state, plan = load(source, shape, BFLOAT16, packed, expert_parallel=True)
+    wanted = expected(model, plan, 8, BFLOAT16, packed)
+    assert_same_bits(state, wanted)
+    share = model.num_experts // shape[2]
+    for name in (n for n in wanted if ".experts." in n):
+        for shard in state[name].addressable_shards:
+            pp, _, ulysses = np.unravel_index(shard.device.id, shape)
+            part = wanted[name][pp : pp + 1, :, ulysses * share : (ulysses + 1) * share]
+            np.testing.assert_array_equal(np.asarray(shard.data), part, err_msg=f"{name} {pp} {ulysses}")
+    index = json.loads((source.directory / "model.safetensors.index.json").read_text())
+    assert source.bytes_read == index["metadata"]["total_size"]
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
