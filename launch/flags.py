@@ -23,7 +23,7 @@ from slope_jax.mesh import distributed
 from slope_jax.mesh.axes import MeshShape
 
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
-_RING = flags.DEFINE_integer("ring", 1, "Ranks of the ring that passes keys and values.", lower_bound=1)
+_RING = flags.DEFINE_integer("ring", 1, "Ranks of the ring that passes keys and values, or queries.", lower_bound=1)
 _ULYSSES = flags.DEFINE_integer("ulysses", 1, "Ranks that exchange sequence shards for head shards.", lower_bound=1)
 _CPU_DEVICES = flags.DEFINE_integer(
     "cpu_devices", 0, "Run on this number of virtual CPU devices per process; 0 uses what there is.", lower_bound=0

@@ -26,6 +26,7 @@ from slope_jax.launch.outputs import RESULTS_FILE, describe_result, prepare_outp
 from slope_jax.launch.progress import TickProgress
 from slope_jax.launch.prompt_lines import PromptLine, read_prompt_lines
 from slope_jax.launch.table import format_results
+from slope_jax.mesh import pass_choice
 from slope_jax.mesh.distributed import agree, run_program
 from slope_jax.request import ParsedRequest, parse_each
 from slope_jax.result import PrefillResult
@@ -91,6 +92,7 @@ def run() -> int:
             expert_parallel=values.expert_parallel,
             chunk_tokens=values.chunk_tokens,
             kv_cache_tokens=values.kv_cache_tokens,
+            ring_pass=values.ring_pass,
         )
     except (OSError, ValueError) as error:
         logging.debug("refused", exc_info=True)  # shown with --verbosity=1
@@ -117,6 +119,12 @@ def define_flags() -> None:
     flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis and send tokens to them.")
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
     flags.DEFINE_integer("kv_cache_tokens", None, "Tokens that the KV cache holds; by default the model's maximum.")
+    flags.DEFINE_enum(
+        "ring_pass",
+        pass_choice.AUTO,
+        pass_choice.RING_PASSES,
+        "What goes round the ring: keys and values, queries, or in every tick what moves fewer bytes.",
+    )
     flags.DEFINE_bool("warmup", True, "Compile everything first, so that ttft_s holds no compilation.")
 
 

@@ -25,7 +25,7 @@ class MeshShape:
 
     Attributes:
       pp: pipeline stages.
-      ring: ranks of the ring that passes keys and values (ring attention).
+      ring: ranks of the ring that passes keys and values, or queries (ring attention).
       ulysses: ranks that exchange sequence shards for head shards (Ulysses attention).
 
     Raises:

@@ -180,6 +180,17 @@ def attend(
     return jax.lax.fori_loop(0, blocks.number, query_block, partial)
 
 
+Result = tuple[jax.Array, jax.Array, jax.Array]  # maximum, sum and output of a `Partial`
+
+
+def merge(a: Result, b: Result) -> Result:
+    """The result over the keys of both; a sink must have been counted in one of them only."""
+    maximum = jnp.maximum(a[0], b[0])
+    scales = [jnp.exp(x[0] - maximum) for x in (a, b)]
+    weight = a[1] * scales[0] + b[1] * scales[1]
+    return maximum, weight, a[2] * scales[0][..., None] + b[2] * scales[1][..., None]
+
+
 def finish_partial(partial: Partial, tokens: int) -> jax.Array:
     """The attention output `[tokens, N, H]` in float32; zero for slots that saw neither a key nor a sink."""
     weight_KTG1 = partial.sum_KTG[:, :tokens, :, None]

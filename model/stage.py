@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slope_jax.mesh import halo, ring, ulysses
+from slope_jax.mesh import halo, pass_choice, ring, ulysses
 from slope_jax.mesh.axes import ULYSSES, varying
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
 from slope_jax.model import attention, kv_pages, rope
@@ -30,12 +30,14 @@ class StageSpec:
       ring_block: KV slots that a rank sends in one round of the ring; a multiple of the page and of `block_kv`.
       block_q: query slots in an attention block.
       block_kv: keys in an attention block.
+      ring_pass: what goes round the ring, see `pass_choice`; `AUTO` when each tick says.
     """
 
     unit: tuple[str, ...]
     ring_block: int
     block_q: int
     block_kv: int
+    ring_pass: str = pass_choice.KV
 
     def attention(self, window: int | None) -> AttentionSpec:
         """The parameters of an attention call."""
@@ -78,7 +80,7 @@ def run_stage(
     active: jax.Array,
     x_TD: jax.Array,
     chunk: ChunkView,
-    num_blocks: jax.Array,
+    rounds: jax.Array,
     cache: StageCache,
     config: GptOssConfig,
     spec: StageSpec,
@@ -90,7 +92,7 @@ def run_stage(
       active: `[repeats, slots]`, which slots hold a layer in this stage; an empty one lets activations through.
       x_TD: the residual stream of the device's tokens, float32.
       chunk: the chunk.
-      num_blocks: rounds of the ring, the same number on every device of the mesh.
+      rounds: rounds in which KV goes round the ring, the same number on every device of the mesh; 0: queries go.
       cache: the caches before the chunk.
       config: the model's hyperparameters.
       spec: the static parameters.
@@ -118,7 +120,7 @@ def run_stage(
                 with jax.named_scope("full_attention"):
                     pages = kv_pages.write_slots(pages, (full, repeat), kv_TJH, seen, num_tokens)
                     read = functools.partial(_read_ring_block, pages, (full, repeat), positions, seen, spec)
-                    partial = _full_attention(q_TNH, sinks_N, kv_TJH.shape[1] // 2, seen, num_blocks, read, spec)
+                    partial = _full_attention(q_TNH, sinks_N, kv_TJH.shape[1] // 2, seen, rounds, read, spec)
                 full += 1
             else:
                 with jax.named_scope("window_attention"):
@@ -131,9 +133,9 @@ def run_stage(
             change_TD = layer.attention.project_out(out_TC, repeat)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
             with jax.named_scope("experts"):
-                change_TD, rounds = layer.moe(x_TD, valid_T & is_layer, repeat)
+                change_TD, exchanges = layer.moe(x_TD, valid_T & is_layer, repeat)
                 x_TD = x_TD + change_TD
-            work = StageWork(work.attention_blocks + partial.blocks, work.expert_rounds + rounds)
+            work = StageWork(work.attention_blocks + partial.blocks, work.expert_rounds + exchanges)
         return x_TD, pages, tails, work
 
     nothing = varying(jnp.zeros((), jnp.int32))
@@ -184,20 +186,81 @@ def _full_attention(
     sinks_N: jax.Array,
     kv_heads: int,
     chunk: ChunkView,
-    num_blocks: jax.Array,
+    rounds: jax.Array,
+    read_block: Callable[[jax.Array], ring.KVBlock],
+    spec: StageSpec,
+) -> Partial:
+    def pass_kv() -> Partial:
+        return _pass_kv(q_TNH, sinks_N, kv_heads, chunk, rounds, read_block, spec)
+
+    def pass_q() -> Partial:
+        return _pass_q(q_TNH, sinks_N, kv_heads, chunk, read_block, spec)
+
+    if spec.ring_pass == pass_choice.AUTO:
+        # Both hold exchanges of the whole mesh, all of which takes the same branch.
+        return jax.lax.cond(rounds == 0, pass_q, lambda: _without_padding(pass_kv(), q_TNH.shape[0]))
+    return pass_q() if spec.ring_pass == pass_choice.Q else pass_kv()
+
+
+def _pass_kv(
+    q_TNH: jax.Array,
+    sinks_N: jax.Array,
+    kv_heads: int,
+    chunk: ChunkView,
+    rounds: jax.Array,
     read_block: Callable[[jax.Array], ring.KVBlock],
     spec: StageSpec,
 ) -> Partial:
     call = spec.attention(None)
     blocks = QueryBlocks.of(chunk, spec.block_q)
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
-    start = attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call)
-    return ring.ring_scan(
-        lambda partial, kv: attention.attend(partial, q_KTGH, positions_T, blocks, *kv, call),
-        read_block,
-        num_blocks,
-        start,
-    )
+    with jax.named_scope("pass_kv"):
+        return ring.pass_kv(
+            lambda partial, kv: attention.attend(partial, q_KTGH, positions_T, blocks, *kv, call),
+            read_block,
+            rounds,
+            attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
+        )
+
+
+def _pass_q(
+    q_TNH: jax.Array,
+    sinks_N: jax.Array,
+    kv_heads: int,
+    chunk: ChunkView,
+    read_block: Callable[[jax.Array], ring.KVBlock],
+    spec: StageSpec,
+) -> Partial:
+    call = spec.attention(None)
+    tokens = q_TNH.shape[0]
+    num_blocks = -(-(chunk.cached + chunk.num_tokens) // spec.ring_block)
+
+    def start(sinks_N: jax.Array) -> Partial:
+        return attention.start_partial(sinks_N, tokens, kv_heads, q_TNH.shape[2], call)
+
+    def visit(queries: tuple[jax.Array, jax.Array]) -> tuple[attention.Result, jax.Array]:
+        q_TNH, slots = queries
+        visitor = dataclasses.replace(chunk, num_tokens=slots[0], split=slots[1], positions_T=slots[2:])
+        blocks = QueryBlocks.of(visitor, spec.block_q)
+        q_KTGH, positions_T = _queries(q_TNH, visitor, kv_heads, spec)
+
+        def attend(block: jax.Array, partial: Partial) -> Partial:
+            return attention.attend(partial, q_KTGH, positions_T, blocks, *read_block(block), call)
+
+        # The sink is counted where the queries are at home.
+        partial = jax.lax.fori_loop(0, num_blocks, attend, start(jnp.full_like(sinks_N, -jnp.inf)))
+        return _without_padding(partial, tokens)[:3], partial.blocks
+
+    with jax.named_scope("pass_q"):
+        slots = jnp.concatenate([jnp.stack([chunk.num_tokens, chunk.split]), chunk.positions_T])
+        mine = _without_padding(start(sinks_N), tokens)[:3]
+        result, work = ring.pass_q(visit, attention.merge, (q_TNH, slots), mine)
+        return Partial(*result, work)
+
+
+def _without_padding(partial: Partial, tokens: int) -> Partial:
+    max_KTG, sum_KTG, out_KTGH, blocks = partial
+    return Partial(max_KTG[:, :tokens], sum_KTG[:, :tokens], out_KTGH[:, :tokens], blocks)
 
 
 def _window_attention(

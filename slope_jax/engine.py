@@ -29,7 +29,7 @@ from slope_jax.kv_cache import (
     requests_at_once,
 )
 from slope_jax.memory import MemoryReport, cache_bytes, fit_cache, format_bytes, measure, parse_bytes
-from slope_jax.mesh import distributed
+from slope_jax.mesh import distributed, pass_choice
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
 from slope_jax.mesh.layout import length_buckets, pack_chunk, packed_length, prompt_positions
 from slope_jax.model import weights
@@ -62,7 +62,8 @@ class TickRecord:
     Attributes:
       bucket: tokens that its chunks were padded to.
       chunks: per stage, (index of the request in the batch, first position, tokens), or None where it was idle.
-      rounds: rounds of the ring.
+      ring_pass: what went round the ring, "kv" or "q" (see `mesh.pass_choice`).
+      rounds: rounds in which KV went round; 0 when queries did.
       host_s: seconds that the host took to prepare and dispatch it.
       attention_blocks: products of a query block and a key block per device, int32 `[pp, ring, ulysses]`.
       expert_rounds: rounds of the exchange of expert parallelism, of all layers of a stage together: one for each
@@ -71,6 +72,7 @@ class TickRecord:
 
     bucket: int
     chunks: tuple[tuple[int, int, int] | None, ...]
+    ring_pass: str
     rounds: int
     host_s: float
     attention_blocks: NDArray[np.int32]
@@ -117,6 +119,8 @@ class Engine:
         block_q: int,
         block_kv: int,
         page_tokens: int,
+        ring_pass: str,
+        machine: pass_choice.Machine | None,
     ):
         """Takes the parts that `load` has made and checked."""
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
@@ -129,6 +133,16 @@ class Engine:
         self._plan, self._graph, self._params, self._dtype = plan, graph, params, dtype
         self._block_q, self._block_kv = block_q, block_kv
         self._kv_cache_tokens, self._memory_budget = kv_cache_tokens, memory_budget
+        costs = pass_choice.HopCosts.of(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            ulysses=self.shape.ulysses,
+            itemsize=jnp.dtype(_DTYPES[dtype]).itemsize,
+        )
+        if self.shape.ring == 1 and ring_pass == pass_choice.AUTO:
+            ring_pass = pass_choice.KV  # nothing is passed, so there is nothing to choose
+        self._pass_rule = pass_choice.PassRule(ring_pass=ring_pass, costs=costs, machine=machine)
         self._cache_shape = cache_shape(
             config, self.shape, kv_cache_tokens=kv_cache_tokens, chunk_tokens=chunk_tokens, page=page_tokens
         )
@@ -166,6 +180,8 @@ class Engine:
         block_q: int | None = None,
         block_kv: int = 512,
         page_tokens: int = 64,
+        ring_pass: str = pass_choice.AUTO,
+        machine: pass_choice.Machine | None = None,
     ) -> Engine:
         """Loads a checkpoint onto a mesh.
 
@@ -186,6 +202,9 @@ class Engine:
           block_q: query slots in a block of attention; by default such that a block has 512 rows with all its heads.
           block_kv: keys in a block of attention, a power of two.
           page_tokens: token slots in a page of the KV cache, a power of two.
+          ring_pass: what goes round the ring in full-attention layers: "kv", "q", or "auto", which chooses what is
+            better for the lengths in a tick (see `mesh.pass_choice`).
+          machine: the speed of the devices and of their links, for "auto"; without it, "auto" counts bytes.
 
         Raises:
           ValueError: an argument is not supported, the mesh does not fit the devices or the model, the memory budget
@@ -195,6 +214,7 @@ class Engine:
         _check_choice("expert_weights", expert_weights, _EXPERT_WEIGHTS)
         if not isinstance(expert_parallel, bool):
             raise ValueError(f"expert_parallel must be True or False, not {expert_parallel!r}")
+        _check_choice("ring_pass", ring_pass, pass_choice.RING_PASSES)
         _check_positive("chunk_tokens", chunk_tokens)
         for name, value in (("block_kv", block_kv), ("page_tokens", page_tokens)):
             _check_positive(name, value)
@@ -235,6 +255,7 @@ class Engine:
                 "kv_cache_tokens": str(kv_cache_tokens),
                 "memory_budget": str(budget),
                 "blocks": f"{block_q} {block_kv} {page_tokens}",
+                "ring_pass": f"{ring_pass} {machine}",
             },
         )
         log = logging.getLogger(__name__)
@@ -261,6 +282,8 @@ class Engine:
                 block_q=block_q,
                 block_kv=block_kv,
                 page_tokens=page_tokens,
+                ring_pass=ring_pass,
+                machine=machine,
             )
 
         if budget is None:
@@ -384,7 +407,7 @@ class Engine:
         begin = time.perf_counter()
         longest = max(work.num_tokens for work in stages if work is not None)
         bucket = next(b for b in self.buckets if b >= longest)
-        rounds, logits, work = self._dispatch(stages, bucket, ids)
+        ring_pass, rounds, logits, work = self._dispatch(stages, bucket, ids)
         finished = stages[-1]
         pages: list[jax.Array] = []
         tails = None
@@ -397,6 +420,7 @@ class Engine:
         record = TickRecord(
             bucket=bucket,
             chunks=tuple(None if w is None else (w.request, w.start, w.num_tokens) for w in stages),
+            ring_pass=ring_pass,
             rounds=rounds,
             host_s=time.perf_counter() - begin,
             attention_blocks=np.zeros(0, np.int32),
@@ -406,8 +430,8 @@ class Engine:
 
     def _dispatch(
         self, stages: list[ChunkWork | None], bucket: int, ids: list[NDArray[np.int32]] | None = None
-    ) -> tuple[int, jax.Array, StageWork]:
-        """Dispatches a tick; returns the rounds of the ring, the logits and what the devices did."""
+    ) -> tuple[str, int, jax.Array, StageWork]:
+        """Dispatches a tick; returns what goes round the ring, in how many rounds, the logits and what devices did."""
         tick, ring_block = self._tick(bucket)
         ring, slots = self.shape.ring, bucket // self.shape.ring
         packed = np.zeros((self.shape.pp, ring, packed_length(slots, self._cache_shape.table)), np.int32)
@@ -420,6 +444,9 @@ class Engine:
                 cached = int(work.cached[rank])
                 packed[stage, rank] = pack_chunk(tokens, cached, work.allocation.row, table, slots)
                 rounds = max(rounds, -(-(cached + len(tokens.positions)) // ring_block))
+        ring_pass = self._pass_rule(slots, rounds * ring_block)
+        if ring_pass == pass_choice.Q:
+            rounds = 0
         incoming = np.zeros(1 + bucket, np.int32)
         incoming[0] = rounds
         if stages[0] is not None and ids is not None:
@@ -430,7 +457,7 @@ class Engine:
             self._state = self._make_state()
         state, self._state = self._state, None
         self._state, logits, work = tick(self._params, state, self._put(packed, P(PP, RING)), self._put(incoming))
-        return rounds, logits, work
+        return ring_pass, rounds, logits, work
 
     def _tick(self, bucket: int) -> tuple[Any, int]:
         """The compiled tick of a bucket, and how many KV slots a rank sends in one round of the ring."""
@@ -444,6 +471,7 @@ class Engine:
                 ring_block=-(-slots // unit) * unit,
                 block_q=min(self._block_q, slots),
                 block_kv=block_kv,
+                ring_pass=self._pass_rule.ring_pass,
             )
             specs = jax.tree.map(lambda a: a.sharding.spec, self._params)
             tick = make_tick(self._graph, specs, self.config, self._plan, self.mesh, spec, bucket)

@@ -52,9 +52,9 @@ def make_tick(
     """Builds the tick for chunks of up to `tokens` tokens.
 
     The function takes the model's state, the engine's state (donated), the packed chunks int32 `[P, ring, ...]` (see
-    `layout.pack_chunk`) and int32 `[1 + tokens]`: the rounds of the ring, then the ids of the chunk that enters stage 0
-    by ring rank and slot. It returns the new state, the logits float32 `[V padded]` after the last token of the chunk
-    in the last stage, and what each device did, as `[P, ring, ulysses]`.
+    `layout.pack_chunk`) and int32 `[1 + tokens]`: the rounds in which KV goes round the ring (0: queries go), then the
+    ids of the chunk that enters stage 0 by ring rank and slot. It returns the new state, the logits float32
+    `[V padded]` after the last token of the chunk in the last stage, and what each device did, as `[P, ring, ulysses]`.
     """
     ring, ulysses = mesh.shape[RING], mesh.shape[ULYSSES]
     rows = tokens // (ring * ulysses)

@@ -76,17 +76,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def test_two_processes_give_the_output_of_one(checkpoint: WriteCheckpoint, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("ring_pass", ["auto", "q"])
+def test_two_processes_give_the_output_of_one(
+    checkpoint: WriteCheckpoint, tmp_path: pathlib.Path, ring_pass: str
+) -> None:
     """Case J11: logits and KV that lie on both processes' devices, whole and in the right order."""
     directory, output = checkpoint(MODEL), tmp_path / "out"
     script = [str(ROOT / "launch" / "local.sh"), "-n", "2", "-d", "4", "--"]
-    command = [*script, *flags(directory, write_prompts(tmp_path), output)]
+    command = [*script, *flags(directory, write_prompts(tmp_path), output, f"--ring_pass={ring_pass}")]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     prompts = [checkpoints.random_prompt(MODEL, n, seed=n) for n in LENGTHS]
-    alone = engine(directory, MeshShape(2, 2, 2), page_tokens=64, block_q=None, block_kv=512).prefill(prompts)
+    blocks = {"page_tokens": 64, "block_q": None, "block_kv": 512}
+    alone = engine(directory, MeshShape(2, 2, 2), ring_pass=ring_pass, **blocks).prefill(prompts)
     assert [r["id"] for r in records] == ["p0", "p1", "p2", "p3"]
     for record, prompt, result in zip(records, prompts, alone, strict=True):
         assert record["token_id"] == result.token_id

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
-from slope_jax.model.attention import AttentionSpec, QueryBlocks, attend, finish_partial, start_partial
+from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks, attend, finish_partial, merge, start_partial
 from tests import on_mesh
 
 RNG = np.random.default_rng(0)
@@ -22,8 +22,12 @@ def blockwise(
     split: int | None = None,
     block_q: int = 4,
     block_kv: int = 8,
+    apart: bool = False,
 ) -> tuple[np.ndarray, int]:
-    """Attention of q `[T, N, H]` to keys and values `[S, K, H]` in parts, each padded to whole blocks; blocks done."""
+    """Attention of q `[T, N, H]` to keys and values `[S, K, H]` in parts, each padded to whole blocks; blocks done.
+
+    The parts are added one by one, or looked at apart from each other and merged.
+    """
     tokens, _, head_dim = q.shape
     spec = AttentionSpec(block_q=block_q, block_kv=block_kv, window=window)
     kv_heads = parts[0][0].shape[1]
@@ -42,14 +46,15 @@ def blockwise(
             jnp.zeros(1, jnp.int32),
         )
         partial = start_partial(sinks_N, tokens, kv_heads, head_dim, spec)
+        nothing = start_partial(jnp.full_like(sinks_N, -jnp.inf), tokens, kv_heads, head_dim, spec)
         for k, v, k_positions in parts:
             pad = -len(k) % block_kv
             kv = np.concatenate([k, v], axis=1).astype(np.float32)
             # The padding is not a number, which must not matter.
             kv_JSH = np.pad(kv, [(0, pad), (0, 0), (0, 0)], constant_values=np.nan).swapaxes(0, 1)
             positions_S = np.pad(k_positions.astype(np.int32), (0, pad), constant_values=PAD_POSITION)
-            partial = attend(
-                partial,
+            found = attend(
+                nothing if apart else partial,
                 q_KTGH,
                 jnp.asarray(positions),
                 QueryBlocks.of(chunk, block_q),
@@ -57,6 +62,7 @@ def blockwise(
                 jnp.asarray(positions_S),
                 spec,
             )
+            partial = Partial(*merge(partial[:3], found[:3]), partial.blocks + found.blocks) if apart else found
         return finish_partial(partial, tokens), partial.blocks
 
     out, blocks = on_mesh.run(run, jnp.asarray(q_KTGH.swapaxes(0, 1)), jnp.asarray(sinks, jnp.float32))
@@ -102,8 +108,9 @@ def test_equals_a_plain_softmax(window: int | None, tokens: int, before: int) ->
     np.testing.assert_allclose(found, plain(q, q_positions, k, v, k_positions, sinks, window), atol=3e-6)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
-def test_keys_in_parts_of_any_order(window: int | None) -> None:
+def test_keys_in_parts_of_any_order(window: int | None, apart: bool) -> None:
     """Cases C01, C02 and C06: parts that hold no visible key weigh nothing, and the sink counts once."""
     tokens, keys = 20, 60
     q, k, v, sinks = random_case(tokens, keys)
@@ -113,7 +120,7 @@ def test_keys_in_parts_of_any_order(window: int | None) -> None:
     order = [np.arange(40, 60), np.arange(0, 7), np.arange(7, 40)]
     parts = [(k[i], v[i], k_positions[i]) for i in order]
     parts.append((np.full((8, 2, 16), np.nan), np.full((8, 2, 16), np.nan), np.full(8, PAD_POSITION)))
-    found, _ = blockwise(q, q_positions, parts, sinks, window, split=9)
+    found, _ = blockwise(q, q_positions, parts, sinks, window, split=9, apart=apart)
     np.testing.assert_allclose(found, plain(q, q_positions, k, v, k_positions, sinks, window), atol=3e-6)
 
 
@@ -141,18 +148,21 @@ def test_window_counts_the_query_itself(position: int, seen: int) -> None:
     assert np.count_nonzero(weights) == seen
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_sink_example(parts: int) -> None:
+def test_sink_example(parts: int, apart: bool) -> None:
     """Cases G07 and C06: scores 1 and 2, values 1 and 3, sink 0.5, with the keys together and apart."""
     k, v = np.array([1.0, 2.0])[:, None, None], np.array([1.0, 3.0])[:, None, None]
     q, positions = np.ones((1, 1, 1)), np.arange(2)
     pieces = [(k, v, positions)] if parts == 1 else [(k[i : i + 1], v[i : i + 1], positions[i : i + 1]) for i in (0, 1)]
-    assert blockwise(q, np.array([1]), pieces, np.array([0.5]), None)[0].item() == pytest.approx(2.116819, abs=1e-6)
-    no_sink = blockwise(q, np.array([1]), pieces, np.array([-np.inf]), None)[0].item()
+    sink = blockwise(q, np.array([1]), pieces, np.array([0.5]), None, apart=apart)[0].item()
+    assert sink == pytest.approx(2.116819, abs=1e-6)
+    no_sink = blockwise(q, np.array([1]), pieces, np.array([-np.inf]), None, apart=apart)[0].item()
     assert no_sink == pytest.approx(2.462117, abs=1e-6)
 
 
-def test_no_key_and_no_sink_give_zero() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_key_and_no_sink_give_zero(apart: bool) -> None:
     q, k, v, _ = random_case(4, 8)
-    found, _ = blockwise(q, np.arange(4), [(k, v, np.arange(100, 108))], np.full(6, -np.inf), None)
+    found, _ = blockwise(q, np.arange(4), [(k, v, np.arange(100, 108))], np.full(6, -np.inf), None, apart=apart)
     assert (found == 0).all()

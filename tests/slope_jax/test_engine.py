@@ -60,6 +60,16 @@ def test_nothing_compiles_after_warmup(toy_dir: pathlib.Path, shape: MeshShape, 
     assert all(b <= 2 * a for a, b in itertools.pairwise(it.buckets))
 
 
+def test_nothing_compiles_when_the_ring_changes_its_pass(toy_dir: pathlib.Path, compilations: list[str]) -> None:
+    """One program per bucket does both."""
+    it = Engine.load(toy_dir, mesh=MeshShape(1, 2, 1), dtype="float32", chunk_tokens=32, page_tokens=8, block_kv=16)
+    assert it.warmup() == len(it.buckets) + 1
+    compilations.clear()
+    check(toy_dir, [prompt(400)], it.prefill([prompt(400)]))
+    assert {tick.ring_pass for tick in it.last_ticks} == {"kv", "q"}
+    assert compilations == []
+
+
 def test_a_failed_tick_leaves_a_working_engine(toy_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case J13: the cache was given away to a tick that failed."""
     it = Engine.load(toy_dir, mesh=MeshShape(1, 2, 1), dtype="float32", chunk_tokens=64)
@@ -162,6 +172,7 @@ def test_duplicate_ids_are_refused(toy_dir: pathlib.Path) -> None:
         ({"mesh": (1, 1, 1)}, "MeshShape"),
         ({"dtype": "float64"}, "float64"),
         ({"expert_weights": "int8"}, "int8"),
+        ({"ring_pass": "both"}, r"ring_pass='both'.*'auto', 'kv', 'q'"),
         ({"chunk_tokens": 0}, "chunk_tokens.*0"),
         ({"chunk_tokens": True}, "chunk_tokens.*True"),
         ({"page_tokens": 24}, "page_tokens.*24"),

@@ -32,13 +32,13 @@ def test_every_shape_and_length(checkpoint: WriteCheckpoint, shape: MeshShape) -
 
 
 @st.composite
-def _ways_to_compute(draw: st.DrawFn) -> tuple[str, MeshShape, int, list[int]]:
+def _ways_to_compute(draw: st.DrawFn) -> tuple[str, MeshShape, int, str, list[int]]:
     name = draw(st.sampled_from(sorted(MODELS)))
     shapes = [s for s in ALL_SHAPES if _fits(MODELS[name], s)]
     chunk = draw(st.sampled_from([1, 3, 8, 9, 16, 17, 40, 100, 257]))
     longest = 40 if chunk < 8 else 200
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
-    return name, draw(st.sampled_from(shapes)), chunk, lengths
+    return name, draw(st.sampled_from(shapes)), chunk, draw(st.sampled_from(["auto", "kv", "q"])), lengths
 
 
 def _fits(model: checkpoints.TinyModel, shape: MeshShape) -> bool:
@@ -49,12 +49,15 @@ def _fits(model: checkpoints.TinyModel, shape: MeshShape) -> bool:
 
 @settings(max_examples=24)
 @given(way=_ways_to_compute(), seed=st.integers(0, 3))
-def test_any_way_to_compute(checkpoint: WriteCheckpoint, way: tuple[str, MeshShape, int, list[int]], seed: int) -> None:
-    """Mesh shape, chunk size (and so bucket and pages), batch order, neighbours and lengths, drawn together."""
-    name, shape, chunk, lengths = way
+def test_any_way_to_compute(
+    checkpoint: WriteCheckpoint, way: tuple[str, MeshShape, int, str, list[int]], seed: int
+) -> None:
+    """Mesh shape, chunk size (and so bucket and pages), ring pass, batch order, neighbours and lengths together."""
+    name, shape, chunk, ring_pass, lengths = way
     directory = checkpoint(MODELS[name])
     prompts = prompts_of(directory, MODELS[name], lengths, seed)
-    check(directory, prompts, engine(directory, shape, chunk_tokens=chunk, kv_cache_tokens=512).prefill(prompts))
+    it = engine(directory, shape, chunk_tokens=chunk, kv_cache_tokens=512, ring_pass=ring_pass)
+    check(directory, prompts, it.prefill(prompts))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 9, 16, 17])
@@ -77,7 +80,7 @@ def test_every_length_on_eight_devices(checkpoint: WriteCheckpoint) -> None:
 
 
 def test_neighbours_do_not_change_a_bit(checkpoint: WriteCheckpoint) -> None:
-    """Case G22, to the last bit: a prompt alone, and in the middle of others, in the same bucket."""
+    """Case G22, to the last bit: a prompt alone, and among others, in the same bucket and with the same ring pass."""
     directory = checkpoint(checkpoints.TOY)
     it = engine(directory, MeshShape(2, 2, 2))
     prompts = prompts_of(directory, checkpoints.TOY, [64, 65, 63, 130])
