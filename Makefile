@@ -14,7 +14,7 @@ prefill: $(READY)
 	$(VENV)/bin/python -m slope_jax.launch.demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 # Compares with transformers on torch, which has an environment of its own.
 oracle: $(ORACLE_READY)

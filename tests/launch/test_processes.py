@@ -133,7 +133,7 @@ def test_a_killed_process_ends_the_other_by_name(
 
 
 @pytest.mark.parametrize(
-    ("difference", "message"), [("flag", "chunk_tokens"), ("batch", "request p1"), ("checkpoint", "model")]
+    ("difference", "message"), [("flag", "chunk_tokens"), ("batch", "the content of the file"), ("checkpoint", "model")]
 )
 def test_processes_that_disagree_end_with_the_difference(
     checkpoint: WriteCheckpoint, tmp_path: pathlib.Path, difference: str, message: str

@@ -113,7 +113,7 @@ def test_local_runs_the_selftest_over_two_processes(tmp_path: pathlib.Path) -> N
     out, err = done.communicate(timeout=WAIT_S)
     assert done.returncode == 0, err
     header, *rows = out.split("verdict\n")
-    assert "pp 0 ring 0: process:device 0:" in header
+    assert "each line a ulysses group: host, then process:device" in header
     lines = rows[0].splitlines()
     assert len(lines) == 11
     assert all(line.endswith(" ok") for line in lines)
