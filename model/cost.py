@@ -9,13 +9,16 @@ that the compiled tick moves, padding included (see `slope_jax.tick`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from slope_jax.mesh import pass_choice
 from slope_jax.mesh.axes import AXES, PP, RING, SEQUENCE_AXES, ULYSSES, MeshShape
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
+from slope_jax.model.expert_parallel import ExchangeShape
 from slope_jax.model.mxfp4 import BLOCK, BLOCK_BYTES
 from slope_jax.model.stages import StagePlan
 
@@ -128,7 +131,13 @@ def checkpoint_bytes(config: GptOssConfig, *, packed: bool) -> WeightBytes:
 
 
 def device_weight_bytes(
-    config: GptOssConfig, plan: StagePlan, shape: MeshShape, dtype: DTypeLike, *, packed: bool
+    config: GptOssConfig,
+    plan: StagePlan,
+    shape: MeshShape,
+    dtype: DTypeLike,
+    *,
+    packed: bool,
+    expert_parallel: bool = False,
 ) -> WeightBytes:
     """Bytes of the weights that each device of a mesh holds, those of empty slots included (see `model.gpt_oss`).
 
@@ -138,10 +147,11 @@ def device_weight_bytes(
       shape: the mesh.
       dtype: of kernels and embeddings; norms, biases and sinks are float32.
       packed: whether the kernels of experts are in MXFP4.
+      expert_parallel: whether the experts are split over the ulysses axis.
     """
     devices = shape.num_devices
     itemsize = jnp.dtype(dtype).itemsize
-    return _weight_bytes(
+    whole = _weight_bytes(
         config,
         layers=len(plan.pattern),
         kernel=itemsize,
@@ -150,6 +160,7 @@ def device_weight_bytes(
         embedding=config.vocab_size * _share(config.hidden_size, devices) * itemsize,
         unembedding=_share(config.vocab_size, devices) * config.hidden_size * itemsize,
     )
+    return dataclasses.replace(whole, experts=whole.experts // (shape.ulysses if expert_parallel else 1))
 
 
 def kv_bytes_per_token(config: GptOssConfig, dtype: DTypeLike) -> int:
@@ -220,6 +231,7 @@ class Collective:
 
     Attributes:
       purpose: what it is for.
+      scope: the named scope that it has in the compiled program, "" for what the compiler adds to gather the outputs.
       operation: "all_to_all", "ppermute", "all_gather" or "psum".
       axes: the mesh axes that it runs over.
       layer: the kind of the layers that it belongs to, None outside of layers.
@@ -230,6 +242,7 @@ class Collective:
     """
 
     purpose: str
+    scope: str
     operation: str
     axes: tuple[str, ...]
     layer: str | None
@@ -241,6 +254,17 @@ class Collective:
     def total_sent_bytes(self) -> int:
         """Bytes that leave a device in a tick."""
         return self.count * self.sent_bytes
+
+
+def sent_bytes(operation: str, operand_bytes: int, ranks: int) -> int:
+    """Bytes that leave a device in an exchange of `ranks` devices (see `Collective.sent_bytes`)."""
+    return {
+        "all_to_all": operand_bytes * (ranks - 1) // ranks,
+        "ppermute": operand_bytes,
+        "all_gather": operand_bytes * (ranks - 1),
+        "psum": 2 * operand_bytes * (ranks - 1) // ranks,
+        "psum_scatter": operand_bytes * (ranks - 1) // ranks,
+    }[operation]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,6 +290,9 @@ def tick_traffic(
     bucket: int,
     ring_block: int,
     rounds: int,
+    ring_pass: str = pass_choice.KV,
+    expert_parallel: bool = False,
+    expert_rounds: int = 1,
 ) -> Traffic:
     """What a device sends in a tick.
 
@@ -278,7 +305,10 @@ def tick_traffic(
       dtype: of weights and KV.
       bucket: tokens that chunks are padded to.
       ring_block: KV slots that a rank sends in one round of the ring.
-      rounds: rounds of the ring.
+      rounds: rounds in which KV goes round the ring.
+      ring_pass: what goes round the ring, keys and values or queries (see `mesh.pass_choice`).
+      expert_parallel: whether the experts are split over the ulysses axis.
+      expert_rounds: rounds of the exchange of expert parallelism in a layer; balanced routing takes one.
     """
     c, itemsize = config, jnp.dtype(dtype).itemsize
     sizes = {PP: shape.pp, RING: shape.ring, ULYSSES: shape.ulysses}
@@ -287,54 +317,84 @@ def tick_traffic(
     found: list[Collective] = []
 
     def add(
-        purpose: str, operation: str, axes: tuple[str, ...], operand: int, count: int = 1, layer: str | None = None
+        purpose: str,
+        scope: str,
+        operation: str,
+        axes: tuple[str, ...],
+        operand: int,
+        count: int = 1,
+        layer: str | None = None,
     ) -> None:
-        ranks = 1
-        for axis in axes:
-            ranks *= sizes[axis]
-        sent = {
-            "all_to_all": operand * (ranks - 1) // ranks,
-            "ppermute": operand,
-            "all_gather": operand * (ranks - 1),
-            "psum": 2 * operand * (ranks - 1) // ranks,
-        }[operation]
+        ranks = math.prod(sizes[axis] for axis in axes)
         if ranks > 1 and count:
             found.append(
                 Collective(
                     purpose=purpose,
+                    scope=scope,
                     operation=operation,
                     axes=axes,
                     layer=layer,
                     count=count,
                     operand_bytes=operand,
-                    sent_bytes=sent,
+                    sent_bytes=sent_bytes(operation, operand, ranks),
                 )
             )
 
     sequence_ranks = shape.ring * shape.ulysses
-    add("embedding to its tokens", "all_to_all", SEQUENCE_AXES, sequence_ranks * rows * columns)
-    add("embedding of all stages", "all_gather", (PP,), rows * sequence_ranks * columns)
+    add("embedding to its tokens", "embed", "all_to_all", SEQUENCE_AXES, sequence_ranks * rows * columns)
+    add("embedding of all stages", "embed", "all_gather", (PP,), rows * sequence_ranks * columns)
     for kind in (SLIDING, FULL):
         layers = plan.pattern.count(kind)
         # Above the number of KV heads, each of them is sent to several ranks.
         heads = c.num_heads + 2 * max(c.num_kv_heads, shape.ulysses)
-        add("sequence to heads", "all_to_all", (ULYSSES,), rows * heads * c.head_dim * itemsize, layers, kind)
+        add(
+            "sequence to heads",
+            "project_in",
+            "all_to_all",
+            (ULYSSES,),
+            rows * heads * c.head_dim * itemsize,
+            layers,
+            kind,
+        )
         kv = _device_kv_heads(c, shape) * c.head_dim * itemsize
-        if kind == FULL:
+        if kind == FULL and ring_pass == pass_choice.KV:
             hops = layers * rounds * (shape.ring - 1)
-            add("ring, KV", "ppermute", (RING,), ring_block * kv, hops, kind)
-            add("ring, positions", "ppermute", (RING,), ring_block * _INT32, hops, kind)
+            add("ring, KV", "pass_kv", "ppermute", (RING,), ring_block * kv, hops, kind)
+            add("ring, positions", "pass_kv", "ppermute", (RING,), ring_block * _INT32, hops, kind)
+        elif kind == FULL:
+            hops, slots, heads = layers * (shape.ring - 1), rows * shape.ulysses, c.num_heads // shape.ulysses
+            add("ring, queries", "pass_q", "ppermute", (RING,), slots * heads * c.head_dim * itemsize, hops, kind)
+            # With them goes how many there are, and where the gap in them is.
+            add("ring, positions", "pass_q", "ppermute", (RING,), (slots + 2) * _INT32, hops, kind)
+            scores = slots * heads * _FLOAT32
+            add("ring, weighted values", "pass_q", "ppermute", (RING,), scores * c.head_dim, hops, kind)
+            add("ring, maxima and sums", "pass_q", "ppermute", (RING,), scores, 2 * hops, kind)
         else:
             # One to the rank above and one to the rank below.
-            add("halo", "ppermute", (RING,), (c.sliding_window - 1) * kv, 2 * layers, kind)
-        add("heads to sequence", "all_to_all", (ULYSSES,), rows * c.num_heads * c.head_dim * itemsize, layers, kind)
-    add("last token", "psum", AXES, c.hidden_size * _FLOAT32)
-    add("logits", "all_gather", AXES, _share(c.vocab_size, shape.num_devices) * _FLOAT32)
-    gathered = _INT32
-    for axis in (ULYSSES, RING, PP):
-        add("attention blocks", "all_gather", (axis,), gathered)
-        gathered *= sizes[axis]
-    add("hand-off", "ppermute", (PP,), rows * c.hidden_size * _FLOAT32)
+            add("halo", "window_attention", "ppermute", (RING,), (c.sliding_window - 1) * kv, 2 * layers, kind)
+        add(
+            "heads to sequence",
+            "project_out",
+            "all_to_all",
+            (ULYSSES,),
+            rows * c.num_heads * c.head_dim * itemsize,
+            layers,
+            kind,
+        )
+        if expert_parallel and shape.ulysses > 1:
+            exchange = ExchangeShape.of(c, rows, shape.ulysses, dtype)
+            times = layers * expert_rounds
+            add("tokens to experts", "experts", "all_to_all", (ULYSSES,), exchange.dispatch_bytes, times, kind)
+            add("experts to tokens", "experts", "all_to_all", (ULYSSES,), exchange.combine_bytes, times, kind)
+            add("rounds of experts", "experts", "psum", AXES, _INT32, layers, kind)
+    add("last token", "unembed", "psum", AXES, c.hidden_size * _FLOAT32)
+    add("logits", "", "all_gather", AXES, _share(c.vocab_size, shape.num_devices) * _FLOAT32)
+    for count in ("attention blocks", "rounds of experts"):
+        gathered = _INT32
+        for axis in (ULYSSES, RING, PP):
+            add(count, "", "all_gather", (axis,), gathered)
+            gathered *= sizes[axis]
+    add("hand-off", "hand_off", "ppermute", (PP,), rows * c.hidden_size * _FLOAT32)
     return Traffic(tuple(found))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from slope_jax.model.config import FULL, SLIDING, GptOssConfig, RopeConfig
+import os
+import pathlib
+
+from slope_jax.model.config import FULL, SLIDING, GptOssConfig, RopeConfig, load_config, read_json
 
 _LAYERS_AND_EXPERTS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
 
@@ -35,3 +38,22 @@ def published_config(name: str) -> GptOssConfig:
         rope=RopeConfig(theta=150_000.0, factor=32.0, original_max_position=4096, truncate=False),
         eos_token_ids=(200_002, 199_999, 200_012),
     )
+
+
+def find_config(name: str | os.PathLike[str]) -> GptOssConfig:
+    """The hyperparameters of a published model by its name, or those in a checkpoint folder or a config.json.
+
+    Raises:
+      ValueError: there is neither such a model nor such a file, or the file is refused (see `load_config`).
+    """
+    if name in PUBLISHED:
+        return published_config(str(name))
+    path = pathlib.Path(name)
+    if path.is_dir():
+        return load_config(path)
+    if not path.is_file():
+        raise ValueError(f"{os.fspath(name)!r} is neither a published model ({', '.join(PUBLISHED)}) nor a path")
+    try:
+        return GptOssConfig.from_json(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

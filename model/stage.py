@@ -114,7 +114,8 @@ def run_stage(
             is_layer = active[repeat, slot]
             num_tokens = jnp.where(is_layer, chunk.num_tokens, 0)
             seen = dataclasses.replace(chunk, num_tokens=num_tokens, split=jnp.minimum(chunk.split, num_tokens))
-            q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles)
+            with jax.named_scope(kind):
+                q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles)
             sinks_N = _sinks(layer, repeat, q_TNH.shape[1])
             if kind == FULL:
                 with jax.named_scope("full_attention"):
@@ -129,10 +130,11 @@ def run_stage(
                     tails = tails.at[where].set(tail)
                 sliding += 1
             out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
-            out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH)))
-            change_TD = layer.attention.project_out(out_TC, repeat)
+            with jax.named_scope(kind), jax.named_scope("project_out"):
+                out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH)))
+                change_TD = layer.attention.project_out(out_TC, repeat)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
-            with jax.named_scope("experts"):
+            with jax.named_scope(kind), jax.named_scope("experts"):
                 change_TD, exchanges = layer.moe(x_TD, valid_T & is_layer, repeat)
                 x_TD = x_TD + change_TD
             work = StageWork(work.attention_blocks + partial.blocks, work.expert_rounds + exchanges)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -22,8 +21,6 @@ from slope_jax.handoff import KVHeader, PrefillKV, hash_token_ids
 from slope_jax.kv_cache import (
     HandOffCopies,
     PageAllocator,
-    cache_shape,
-    empty_cache,
     hand_off_copies,
     make_read_pages,
     requests_at_once,
@@ -31,25 +28,23 @@ from slope_jax.kv_cache import (
 from slope_jax.memory import MemoryReport, cache_bytes, fit_cache, format_bytes, measure, parse_bytes
 from slope_jax.mesh import distributed, pass_choice
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
-from slope_jax.mesh.layout import length_buckets, pack_chunk, packed_length, prompt_positions
+from slope_jax.mesh.layout import pack_chunk, prompt_positions
 from slope_jax.model import weights
 from slope_jax.model.checkpoint import TensorSource
-from slope_jax.model.config import GptOssConfig
-from slope_jax.model.cost import Traffic, tick_traffic
-from slope_jax.model.gpt_oss import GptOss, abstract_model
-from slope_jax.model.stage import StageSpec, StageWork
-from slope_jax.model.stages import StagePlan, plan_stages
+from slope_jax.model.cost import Traffic
+from slope_jax.model.gpt_oss import GptOss
+from slope_jax.model.stage import StageWork
+from slope_jax.model.stages import plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
-from slope_jax.program_cache import compile_program
+from slope_jax.program_cache import compile_program, shapes_of
+from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, default_block_q
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import NO_TOKEN, PrefillResult
 from slope_jax.sampling import sample_token
 from slope_jax.scheduler import ChunkWork, Scheduler
-from slope_jax.tick import EngineState, make_tick
+from slope_jax.tick import EngineState
 
-_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-_EXPERT_WEIGHTS = ("bfloat16", "mxfp4")
 _TICKS_IN_FLIGHT = 2  # enough that the devices never wait for the host, few enough that first tokens are seen at once
 _READ_GROUP = 64  # pages that are copied out of the cache at a time
 
@@ -106,47 +101,24 @@ class Engine:
     def __init__(
         self,
         *,
-        config: GptOssConfig,
-        plan: StagePlan,
+        programs: TickPrograms,
         mesh: Mesh,
         graph: nnx.GraphDef[GptOss],
         params: nnx.State,
         tokenizer: Tokenizer | None,
         model_fingerprint: str,
-        dtype: str,
-        chunk_tokens: int,
-        kv_cache_tokens: int,
         memory_budget: int | None,
-        block_q: int,
-        block_kv: int,
-        page_tokens: int,
-        ring_pass: str,
-        machine: pass_choice.Machine | None,
     ):
         """Takes the parts that `load` has made and checked."""
-        self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
-        self.model_fingerprint, self.chunk_tokens = model_fingerprint, chunk_tokens
-        self.dtype, self.attention_blocks = dtype, (block_q, block_kv)
-        self.shape = MeshShape(*mesh.devices.shape)
-        self.buckets = length_buckets(chunk_tokens, self.shape, config.sliding_window)
-        self.max_prompt_tokens = min(config.max_position, kv_cache_tokens)
+        self.programs, self.mesh, self.tokenizer, self.model_fingerprint = programs, mesh, tokenizer, model_fingerprint
+        self.config, self.shape, self.dtype = programs.config, programs.shape, programs.dtype
+        self.chunk_tokens, self.buckets = programs.chunk_tokens, programs.buckets
+        self.attention_blocks = programs.block_q, programs.block_kv
+        self.max_prompt_tokens = min(programs.config.max_position, programs.kv_cache_tokens)
         self.last_ticks: tuple[TickRecord, ...] = ()
-        self._plan, self._graph, self._params, self._dtype = plan, graph, params, dtype
-        self._block_q, self._block_kv = block_q, block_kv
-        self._kv_cache_tokens, self._memory_budget = kv_cache_tokens, memory_budget
-        costs = pass_choice.HopCosts.of(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            ulysses=self.shape.ulysses,
-            itemsize=jnp.dtype(_DTYPES[dtype]).itemsize,
-        )
-        if self.shape.ring == 1 and ring_pass == pass_choice.AUTO:
-            ring_pass = pass_choice.KV  # nothing is passed, so there is nothing to choose
-        self._pass_rule = pass_choice.PassRule(ring_pass=ring_pass, costs=costs, machine=machine)
-        self._cache_shape = cache_shape(
-            config, self.shape, kv_cache_tokens=kv_cache_tokens, chunk_tokens=chunk_tokens, page=page_tokens
-        )
+        self._graph, self._params, self._memory_budget = graph, params, memory_budget
+        self._plan, self._cache_shape = programs.plan, programs.cache
+        config, kv_cache_tokens = programs.config, programs.kv_cache_tokens
         self._group = min(_READ_GROUP, self._cache_shape.table)
         self._limits = RequestLimits(
             vocab_size=config.vocab_size,
@@ -162,7 +134,7 @@ class Engine:
         self._ticks: dict[int, tuple[Any, int]] = {}
         self._read_pages = make_read_pages(mesh)
         self._gather = make_gather(mesh)
-        self._make_state = jax.jit(self._empty_state, out_shardings=jax.NamedSharding(mesh, PER_DEVICE))
+        self._make_state = jax.jit(programs.empty_state, out_shardings=jax.NamedSharding(mesh, PER_DEVICE))
         self._state: EngineState | None = None
 
     @classmethod
@@ -211,8 +183,8 @@ class Engine:
           ValueError: an argument is not supported, the mesh does not fit the devices or the model, the memory budget
             has no room for the weights or for one token, or the checkpoint is not complete and consistent.
         """
-        _check_choice("dtype", dtype, tuple(_DTYPES))
-        _check_choice("expert_weights", expert_weights, _EXPERT_WEIGHTS)
+        _check_choice("dtype", dtype, tuple(DTYPES))
+        _check_choice("expert_weights", expert_weights, EXPERT_WEIGHTS)
         if not isinstance(expert_parallel, bool):
             raise ValueError(f"expert_parallel must be True or False, not {expert_parallel!r}")
         _check_choice("ring_pass", ring_pass, pass_choice.RING_PASSES)
@@ -237,9 +209,7 @@ class Engine:
         if kv_cache_tokens is None:
             kv_cache_tokens = config.max_position
         _check_positive("kv_cache_tokens", kv_cache_tokens)
-        if block_q is None:
-            group = config.num_heads // max(config.num_kv_heads, mesh.ulysses)
-            block_q = max(512 // group, 16)
+        block_q = default_block_q(config, mesh) if block_q is None else block_q
         _check_positive("block_q", block_q)
         hosts = distributed.hosts()
         device_mesh = make_mesh(mesh, devices, hosts)
@@ -264,22 +234,17 @@ class Engine:
             log.info("%s", describe_mesh(device_mesh, hosts))
             log.info("%s", plan.describe())
         tokenizer = load_tokenizer(checkpoint, config.vocab_size) if isinstance(checkpoint, str | os.PathLike) else None
-        packed = expert_weights == "mxfp4"
-        graph, shapes = abstract_model(config, plan, device_mesh, _DTYPES[dtype], packed, expert_parallel)
 
-        def make(tokens: int) -> Engine:
-            return cls(
-                config=config,
-                plan=plan,
-                mesh=device_mesh,
-                graph=graph,
-                params=shapes,
-                tokenizer=tokenizer,
-                model_fingerprint=fingerprint,
+        def programs_for(tokens: int) -> TickPrograms:
+            return TickPrograms.of(
+                config,
+                plan,
+                mesh,
                 dtype=dtype,
-                chunk_tokens=min(chunk_tokens, config.max_position, tokens),
+                packed_experts=expert_weights == "mxfp4",
+                expert_parallel=expert_parallel,
+                chunk_tokens=chunk_tokens,
                 kv_cache_tokens=tokens,
-                memory_budget=budget,
                 block_q=block_q,
                 block_kv=block_kv,
                 page_tokens=page_tokens,
@@ -287,17 +252,31 @@ class Engine:
                 machine=machine,
             )
 
+        programs = programs_for(kv_cache_tokens)
+        graph, shapes = programs.abstract_model(device_mesh)
+
+        def make(tokens: int) -> Engine:
+            return cls(
+                programs=programs_for(tokens),
+                mesh=device_mesh,
+                graph=graph,
+                params=shapes,
+                tokenizer=tokenizer,
+                model_fingerprint=fingerprint,
+                memory_budget=budget,
+            )
+
         if budget is None:
             engine = make(kv_cache_tokens)
         else:
             chunk, most = min(chunk_tokens, config.max_position), requests_at_once(mesh) * config.max_position
             engine = fit_cache(make, shapes, chunk_tokens=chunk, most_tokens=most, budget=budget)
-            distributed.agree("Engine.load, cache", {"kv_cache_tokens": str(engine._kv_cache_tokens)})
+            distributed.agree("Engine.load, cache", {"kv_cache_tokens": str(engine.programs.kv_cache_tokens)})
             if jax.process_index() == 0:
                 log.info("%s", engine.memory().describe())
-        engine._params = weights.load_model(source, config, plan, device_mesh, _DTYPES[dtype], packed, expert_parallel)[
-            1
-        ]
+        _, engine._params = weights.load_model(
+            source, config, plan, device_mesh, DTYPES[dtype], programs.packed_experts, expert_parallel
+        )
         return engine
 
     @property
@@ -308,20 +287,16 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Where the memory of each device goes; compiles the program of the largest bucket if nothing has done so."""
         program = self._tick(self.buckets[-1])[0]
-        state = jax.eval_shape(self._empty_state)
-        return measure(program, self._params, state, self._copies(), self._kv_cache_tokens, self._memory_budget)
+        state = jax.eval_shape(self.programs.empty_state)
+        return measure(program, self._params, state, self._copies(), self.programs.kv_cache_tokens, self._memory_budget)
 
     def traffic(self, rounds: int = 1) -> Traffic:
         """What a device sends in a tick of the largest bucket, in which the ring has so many rounds."""
-        bucket = self.buckets[-1]
-        ring_block = self._tick(bucket)[1]
-        return tick_traffic(
-            self.config, self._plan, self.shape, self.dtype, bucket=bucket, ring_block=ring_block, rounds=rounds
-        )
+        return self.programs.traffic(self.buckets[-1], pass_choice.KV, rounds)
 
     def cache_bytes(self) -> int:
         """Bytes of a device that depend on the size of the KV cache: the cache, and copies on their way to the host."""
-        return sum(cache_bytes(jax.eval_shape(self._empty_state).cache, self._copies()))
+        return sum(cache_bytes(jax.eval_shape(self.programs.empty_state).cache, self._copies()))
 
     def _copies(self) -> HandOffCopies:
         slots = self.buckets[-1] // self.shape.ring
@@ -407,7 +382,7 @@ class Engine:
     ) -> _Dispatched:
         begin = time.perf_counter()
         longest = max(work.num_tokens for work in stages if work is not None)
-        bucket = next(b for b in self.buckets if b >= longest)
+        bucket = self.programs.bucket_of(longest)
         ring_pass, rounds, logits, work = self._dispatch(stages, bucket, ids)
         finished = stages[-1]
         pages: list[jax.Array] = []
@@ -432,11 +407,11 @@ class Engine:
     def _dispatch(
         self, stages: list[ChunkWork | None], bucket: int, ids: list[NDArray[np.int32]] | None = None
     ) -> tuple[str, int, jax.Array, StageWork]:
-        """Dispatches a tick; returns what goes round the ring and how often, the logits, and the devices' work."""
-        tick, ring_block = self._tick(bucket)
-        ring, slots = self.shape.ring, bucket // self.shape.ring
-        packed = np.zeros((self.shape.pp, ring, packed_length(slots, self._cache_shape.table)), np.int32)
-        rounds = 0
+        """Dispatches a tick; returns what goes round the ring, in how many rounds, the logits and what devices did."""
+        tick, _ = self._tick(bucket)
+        slots = bucket // self.shape.ring
+        packed = np.zeros(self.programs.packed_shape(bucket), np.int32)
+        keys = 0
         for stage, work in enumerate(stages):
             if work is None:
                 continue
@@ -444,10 +419,8 @@ class Engine:
                 table = work.allocation.page_table[rank]
                 cached = int(work.cached[rank])
                 packed[stage, rank] = pack_chunk(tokens, cached, work.allocation.row, table, slots)
-                rounds = max(rounds, -(-(cached + len(tokens.positions)) // ring_block))
-        ring_pass = self._pass_rule(slots, rounds * ring_block)
-        if ring_pass == pass_choice.Q:
-            rounds = 0
+                keys = max(keys, cached + len(tokens.positions))
+        ring_pass, rounds = self.programs.ring_rounds(bucket, keys)
         incoming = np.zeros(1 + bucket, np.int32)
         incoming[0] = rounds
         if stages[0] is not None and ids is not None:
@@ -463,35 +436,13 @@ class Engine:
     def _tick(self, bucket: int) -> tuple[Any, int]:
         """The compiled tick of a bucket, and how many KV slots a rank sends in one round of the ring."""
         if bucket not in self._ticks:
-            page = self._cache_shape.page
-            slots = bucket // self.shape.ring
-            block_kv = min(self._block_kv, max(1 << (slots - 1).bit_length(), page))
-            unit = max(page, block_kv)
-            spec = StageSpec(
-                unit=self._plan.unit,
-                ring_block=-(-slots // unit) * unit,
-                block_q=min(self._block_q, slots),
-                block_kv=block_kv,
-                ring_pass=self._pass_rule.ring_pass,
+            program = compile_program(
+                lambda: self.programs.lower(bucket, self.mesh, self._graph, self._params),
+                self.mesh,
+                (self.programs, bucket, self._graph, *shapes_of(self._params)),
             )
-            specs = jax.tree.map(lambda a: a.sharding.spec, self._params)
-            tick = make_tick(self._graph, specs, self.config, self._plan, self.mesh, spec, bucket)
-            packed = (self.shape.pp, self.shape.ring, packed_length(slots, self._cache_shape.table))
-            arguments = (
-                self._params,
-                _sharded(jax.eval_shape(self._empty_state), self.mesh, PER_DEVICE),
-                _sharded(jax.ShapeDtypeStruct(packed, jnp.int32), self.mesh, P(PP, RING)),
-                _sharded(jax.ShapeDtypeStruct((1 + bucket,), jnp.int32), self.mesh, P()),
-            )
-            made_from = (self._graph, self.config, self._plan, spec, bucket)
-            self._ticks[bucket] = compile_program(tick, arguments, self.mesh, made_from), spec.ring_block
+            self._ticks[bucket] = program, self.programs.stage_spec(bucket).ring_block
         return self._ticks[bucket]
-
-    def _empty_state(self) -> EngineState:
-        rows = self.buckets[-1] // (self.shape.ring * self.shape.ulysses)
-        hidden = jnp.zeros((*self.mesh.devices.shape, rows, self.config.hidden_size), jnp.float32)
-        dtype = _DTYPES[self._dtype]
-        return EngineState(hidden, empty_cache(self.config, self._plan, self.shape, self._cache_shape, dtype))
 
     def _put(self, array: NDArray[Any], spec: P = P()) -> jax.Array:  # noqa: B008 - immutable
         """Places an array that every process has."""
@@ -544,7 +495,7 @@ class Engine:
             config,
             request.token_ids,
             first_token_id=token_id,
-            dtype=self._dtype,
+            dtype=self.dtype,
             model_fingerprint=self.model_fingerprint,
         )
         reader = PromptKVReader(
@@ -558,12 +509,6 @@ class Engine:
             self._group * self._cache_shape.page,
         )
         return PrefillKV(header, reader, is_writer=jax.process_index() == 0)
-
-
-def _sharded(shapes: Any, mesh: Mesh, spec: P) -> Any:
-    """Array shapes with a sharding, for lowering."""
-    sharding = jax.NamedSharding(mesh, spec)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
 
 
 def _digest(request: ParsedRequest) -> str:

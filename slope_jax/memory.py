@@ -80,9 +80,9 @@ def measure(
       tokens: tokens that the cache holds.
       budget: if there is one.
     """
-    parts = _weight_bytes(params)
+    parts = weight_bytes(params)
     kv_pool, hand_off = cache_bytes(state.cache, copies)
-    activations = _per_device(state.hidden)
+    activations = per_device_bytes(state.hidden)
     sizes = program.memory_analysis()
     passed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     running = passed + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
@@ -100,8 +100,8 @@ def measure(
 def cache_bytes(cache: StageCache, copies: HandOffCopies) -> tuple[int, int]:
     """Bytes on a device of the cache, and of copies of finished requests' KV."""
     pages, requests = cache.pages.shape[5], cache.tails.shape[5]
-    copied = _per_device(cache.pages) // pages * copies.pages + _per_device(cache.tails) // requests * copies.requests
-    return _per_device(cache), copied
+    page, request = per_device_bytes(cache.pages) // pages, per_device_bytes(cache.tails) // requests
+    return per_device_bytes(cache), page * copies.pages + request * copies.requests
 
 
 # Names in a parameter's path, the more special ones first.
@@ -114,7 +114,7 @@ _PARTS = {
 }
 
 
-def _weight_bytes(params: nnx.State) -> WeightBytes:
+def weight_bytes(params: nnx.State) -> WeightBytes:
     """Bytes of the weights on one device."""
     sums = dict.fromkeys((field.name for field in dataclasses.fields(WeightBytes)), 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -126,7 +126,7 @@ def _weight_bytes(params: nnx.State) -> WeightBytes:
     return WeightBytes(**sums)
 
 
-def _per_device(arrays: Any) -> int:
+def per_device_bytes(arrays: Any) -> int:
     """Bytes on one device of arrays that lead with the three axes of the mesh."""
     return sum(math.prod(a.shape[3:]) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
@@ -163,7 +163,7 @@ def fit_cache(
     Raises:
       ValueError: there is no room for the weights (nothing has been compiled then), or for one token.
     """
-    parts = _weight_bytes(params)
+    parts = weight_bytes(params)
     if parts.total > budget:
         sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in dataclasses.asdict(parts).items())
         raise ValueError(

@@ -14,7 +14,7 @@ import logging
 import os
 import pathlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,24 +26,21 @@ import slope_jax
 _log = logging.getLogger(__name__)
 
 
-def compile_program(
-    function: jax.stages.Wrapped, arguments: Sequence[Any], mesh: Mesh, made_from: Sequence[Any]
-) -> Any:
-    """Compiles a function, or takes it from the cache.
+def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_from: Sequence[Any]) -> Any:
+    """Compiles a program, or takes it from the cache.
 
     With `jax_compilation_cache_dir` unset, and in a run of several processes, nothing is kept here. Like all files with
     programs, those in the folder must be as trustworthy as the source code.
 
     Args:
-      function: a jitted function.
-      arguments: the shapes and shardings of its arguments.
+      lower: traces and lowers the program.
       mesh: the devices that it runs on.
-      made_from: all else that the function depends on beside the source code; the `repr` of each says everything.
+      made_from: all that it depends on beside the source code; the `repr` of each says everything.
     """
     folder = cache_folder()
     if folder is None or jax.process_count() > 1:
-        return function.lower(*arguments).compile()
-    key = _key(arguments, mesh, made_from)
+        return lower().compile()
+    key = _key(mesh, made_from)
     path = folder / f"slope_jax-{key}.pickle"
     if path.exists():
         try:
@@ -55,7 +52,7 @@ def compile_program(
             )
         except Exception as error:  # whatever is wrong with the file, the program can be compiled again
             _log.warning("%s is not used, and the program compiled again: %r", path, error)
-    program = function.lower(*arguments).compile()
+    program = lower().compile()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,11 +69,16 @@ def cache_folder() -> pathlib.Path | None:
     return pathlib.Path(folder) if folder else None
 
 
-def _key(arguments: Sequence[Any], mesh: Mesh, made_from: Sequence[Any]) -> str:
+def shapes_of(arrays: Any) -> list[str]:
+    """The names, shapes, types and partitions of a tree of arrays, for `made_from`."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    return [f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in leaves]
+
+
+def _key(mesh: Mesh, made_from: Sequence[Any]) -> str:
     """SHA-256 (hex) of everything that the executable depends on."""
     devices = [(d.platform, d.device_kind, d.id) for d in mesh.devices.flat]
     settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
-    leaves = jax.tree_util.tree_leaves_with_path(arguments)
     texts = [
         _source_hash(),
         jax.__version__,
@@ -86,7 +88,6 @@ def _key(arguments: Sequence[Any], mesh: Mesh, made_from: Sequence[Any]) -> str:
         os.environ.get("XLA_FLAGS", ""),
         repr(sorted(settings.items())),
         repr((mesh.axis_names, mesh.devices.shape, devices)),
-        *(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in leaves),
         *(repr(part) for part in made_from),
     ]
     digest = hashlib.sha256()

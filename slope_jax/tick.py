@@ -86,7 +86,8 @@ def make_tick(
         with jax.named_scope("unembed"):
             logits = model.unembed(_last_token(x, chunk, len(plan.layers) - 1))
         stages = len(plan.layers)
-        moved = jax.lax.ppermute(x, PP, [(s, s + 1) for s in range(stages - 1)])
+        with jax.named_scope("hand_off"):
+            moved = jax.lax.ppermute(x, PP, [(s, s + 1) for s in range(stages - 1)])
         hidden = local.hidden.at[:rows].set(moved)
         new_state = jax.tree.map(lambda a: a[None, None, None], EngineState(hidden, cache))
         return new_state, logits, jax.tree.map(lambda a: a[None, None, None], work)

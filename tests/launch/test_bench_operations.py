@@ -99,7 +99,14 @@ def test_exchanges_have_the_bytes_of_the_tick() -> None:
     axes = {"all_to_all": ("ring", "ulysses"), "ppermute": ("pp",), "all_gather": ("ulysses",), "psum": mesh.axis_names}
     for operation, over in axes.items():
         collective = cost.Collective(
-            purpose="test", operation=operation, axes=over, layer=None, count=1, operand_bytes=4800, sent_bytes=77
+            purpose="test",
+            scope="",
+            operation=operation,
+            axes=over,
+            layer=None,
+            count=1,
+            operand_bytes=4800,
+            sent_bytes=77,
         )
         it = bench.exchange(collective, mesh)
         assert it.arguments[0].nbytes == 8 * 4800

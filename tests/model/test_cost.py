@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import math
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -14,12 +13,13 @@ import numpy as np
 import pytest
 
 from slope_jax import Engine, MeshShape
+from slope_jax.mesh import hlo
 from slope_jax.mesh.axes import make_mesh
 from slope_jax.model import cost
 from slope_jax.model.checkpoint import expected_tensors
 from slope_jax.model.config import FULL, GptOssConfig, load_config
 from slope_jax.model.gpt_oss import abstract_model
-from slope_jax.model.published import PUBLISHED, published_config
+from slope_jax.model.published import PUBLISHED, find_config, published_config
 from slope_jax.model.stages import plan_stages
 from tests.model.test_config import EXPECTED
 
@@ -116,14 +116,15 @@ def test_checkpoint_bytes_are_those_of_the_tensors(toy_dir: pathlib.Path, packed
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("expert_parallel", [True, False])
 @pytest.mark.parametrize("shape", [MeshShape(), MeshShape(2, 2, 2), MeshShape(3, 1, 2)], ids=str)
 def test_device_weight_bytes_are_those_of_the_state(
-    toy_irregular_dir: pathlib.Path, shape: MeshShape, packed: bool, dtype: str
+    toy_irregular_dir: pathlib.Path, shape: MeshShape, packed: bool, expert_parallel: bool, dtype: str
 ) -> None:
     """Seven layers of irregular kinds leave slots empty on 2 and 3 stages, and no axis divides by 6."""
     config = load_config(toy_irregular_dir)
     plan = plan_stages(config.layer_types, shape.pp)
-    _, state = abstract_model(config, plan, make_mesh(shape), dtype, packed)
+    _, state = abstract_model(config, plan, make_mesh(shape), dtype, packed, expert_parallel)
     sums: collections.Counter[str] = collections.Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = jax.tree_util.keystr(path)
@@ -139,7 +140,8 @@ def test_device_weight_bytes_are_those_of_the_state(
             if any(key in name for key in keys)
         )
         sums[part] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    assert dataclasses.asdict(cost.device_weight_bytes(config, plan, shape, dtype, packed=packed)) == dict(sums)
+    formula = cost.device_weight_bytes(config, plan, shape, dtype, packed=packed, expert_parallel=expert_parallel)
+    assert dataclasses.asdict(formula) == dict(sums)
 
 
 def test_kv_bytes_are_the_published_ones() -> None:
@@ -149,49 +151,65 @@ def test_kv_bytes_are_the_published_ones() -> None:
 @pytest.mark.parametrize("shape", [MeshShape(), MeshShape(2, 2, 2), MeshShape(1, 1, 4)], ids=str)
 def test_cache_bytes_are_those_of_the_cache(toy_dir: pathlib.Path, shape: MeshShape) -> None:
     it = Engine.load(toy_dir, mesh=shape, kv_cache_tokens=100, page_tokens=8)
-    cache = jax.eval_shape(it._empty_state).cache
+    cache = jax.eval_shape(it.programs.empty_state).cache
     per_device = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)) // shape.num_devices
     pages, requests = cache.positions.shape[3], cache.tails.shape[5]
     found = cost.cache_bytes(it.config, it._plan, shape, "bfloat16")
     assert pages * 8 * found.slot + requests * found.request == per_device
 
 
-_HLO = re.compile(r"= (.+?) (all-to-all|collective-permute|all-gather|all-reduce)(?:-start)?\(")
-_ALONE = re.compile(r"source_target_pairs=\{\}|replica_groups=\{\{\d+\}")  # over one rank: nothing is sent
-_NAMES = {
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-    "all_gather": "all-gather",
-    "psum": "all-reduce",
-}
-_WIDTHS = {"f32": 4, "s32": 4, "u16": 2}
-
-
-def compiled_collectives(program: str) -> collections.Counter[tuple[str, int]]:
-    """How often the text of a program holds an exchange of a kind with a result of so many bytes."""
-    found: collections.Counter[tuple[str, int]] = collections.Counter()
-    for line in program.splitlines():
-        match = _HLO.search(line)
-        if match and not _ALONE.search(line):
-            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
-            size = sum(_WIDTHS[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays)
-            found[match.group(2), size] += 1
-    return found
-
-
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [(MeshShape(2, 2, 2), "bfloat16"), (MeshShape(1, 1, 4), "float32"), (MeshShape(1, 4, 1), "bfloat16")],
+    ("shape", "dtype", "ring_pass", "expert_parallel"),
+    [
+        (MeshShape(2, 2, 2), "bfloat16", "kv", False),
+        (MeshShape(2, 2, 2), "bfloat16", "q", True),
+        (MeshShape(1, 1, 4), "float32", "auto", True),
+    ],
     ids=str,
 )
-def test_traffic_is_what_the_compiled_tick_exchanges(toy_dir: pathlib.Path, shape: MeshShape, dtype: str) -> None:
-    """A program holds the exchanges of a unit of layers, and of a round of the ring, once."""
-    it: Any = Engine.load(toy_dir, mesh=shape, dtype=dtype, chunk_tokens=256, kv_cache_tokens=512, page_tokens=8)
-    bucket = it.buckets[-1]
+def test_traffic_is_what_the_compiled_tick_exchanges(
+    toy_dir: pathlib.Path, shape: MeshShape, dtype: str, ring_pass: str, expert_parallel: bool
+) -> None:
+    """A program holds the exchanges of a unit of layers, of a round of the ring, and of a round of experts once."""
+    options: dict[str, Any] = {"ring_pass": ring_pass, "expert_parallel": expert_parallel}
+    it: Any = Engine.load(
+        toy_dir, mesh=shape, dtype=dtype, chunk_tokens=256, kv_cache_tokens=512, page_tokens=8, **options
+    )
+    bucket, sizes = it.buckets[-1], dict(it.mesh.shape)
     tick, ring_block = it._tick(bucket)
-    traffic = cost.tick_traffic(it.config, it._plan, shape, dtype, bucket=bucket, ring_block=ring_block, rounds=1)
-    expected: collections.Counter[tuple[str, int]] = collections.Counter()
+    traffic = cost.tick_traffic(
+        it.config,
+        it._plan,
+        shape,
+        dtype,
+        bucket=bucket,
+        ring_block=ring_block,
+        rounds=1,
+        ring_pass="kv" if ring_pass == "auto" else ring_pass,
+        expert_parallel=expert_parallel,
+    )
+    expected: collections.Counter[Any] = collections.Counter()
     for c in traffic.collectives:
-        ranks = math.prod(getattr(shape, axis) for axis in c.axes) if c.operation == "all_gather" else 1
-        expected[_NAMES[c.operation], c.operand_bytes * ranks] += c.count // (it._plan.repeats if c.layer else 1)
-    assert compiled_collectives(tick.as_text()) == expected
+        axes = tuple(axis for axis in c.axes if sizes[axis] > 1)
+        times = c.count // (it._plan.repeats if c.layer else 1)
+        expected[c.operation, axes, c.operand_bytes, c.sent_bytes] += times
+    found: collections.Counter[Any] = collections.Counter()
+    for e in hlo.parse_exchanges(tick.as_text()):
+        if e.axes(sizes):
+            sent = cost.sent_bytes(e.operation, e.operand_bytes, e.ranks)
+            found[e.operation, e.axes(sizes), e.operand_bytes, sent] += 1
+    assert found == expected
+
+
+def test_configs_are_found_by_name_and_path(toy_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert find_config("gpt-oss-120b") == BIG
+    toy = load_config(toy_dir)
+    assert find_config(toy_dir) == toy
+    # The end tokens of generation_config.json, which stands beside it in the folder, are not those of config.json.
+    alone = find_config(str(toy_dir / "config.json"))
+    assert dataclasses.replace(alone, eos_token_ids=toy.eos_token_ids) == toy
+    with pytest.raises(ValueError, match=r"gpt-oss-7b.*gpt-oss-20b, gpt-oss-120b"):
+        find_config("gpt-oss-7b")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"bad\.json.*model_type"):
+        find_config(tmp_path / "bad.json")

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from slope_jax import Engine, MeshShape, engine, program_cache
+from slope_jax import Engine, MeshShape, program_cache
 from slope_jax.mesh.axes import make_mesh
+from slope_jax.programs import TickPrograms
 from tests.oracle import checkpoints
 from tests.slope_jax.engines import check
 
@@ -28,14 +29,9 @@ def kept(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob("slope_jax-*.pickle"))
 
 
-class CannotCompile:
-    """In the place of a program that must be found."""
-
-    def __init__(self, *_: Any):
-        pass
-
-    def lower(self, *_: Any) -> Any:
-        raise AssertionError("a program was lowered")
+def cannot_lower(*_: Any, **__: Any) -> Any:
+    """In the place of what makes a program that must be found."""
+    raise AssertionError("a program was lowered")
 
 
 def test_a_second_start_compiles_no_tick(
@@ -46,7 +42,7 @@ def test_a_second_start_compiles_no_tick(
     first = Engine.load(toy_dir, mesh=MeshShape(2, 1, 2), **options)
     first.warmup()
     assert len(kept(folder)) == len(first.buckets)
-    monkeypatch.setattr(engine, "make_tick", CannotCompile)
+    monkeypatch.setattr(TickPrograms, "lower", cannot_lower)
     second = Engine.load(toy_dir, mesh=MeshShape(2, 1, 2), **options)
     second.warmup()
     results = [it.prefill([prompt])[0] for it in (first, second)]
@@ -58,11 +54,11 @@ def test_a_second_start_compiles_no_tick(
         Engine.load(toy_dir, mesh=MeshShape(2, 1, 2), **{**options, "block_kv": 8}).warmup()
 
 
-def compiled(function: Any = None, made_from: tuple[Any, ...] = ("double",), size: int = 4) -> Callable[..., Any]:
+def compiled(factor: float = 2, size: int = 4, lower: Callable[[], Any] | None = None) -> Callable[..., Any]:
     mesh = make_mesh(MeshShape())
     shape = jax.ShapeDtypeStruct((size,), np.float32, sharding=jax.NamedSharding(mesh, P()))
     program: Callable[..., Any] = program_cache.compile_program(
-        jax.jit(lambda x: 2 * x) if function is None else function, [shape], mesh, made_from
+        lower or (lambda: jax.jit(lambda x: factor * x).lower(shape)), mesh, (factor, *program_cache.shapes_of([shape]))
     )
     return program
 
@@ -74,9 +70,9 @@ def run(program: Callable[..., Any], size: int = 4) -> np.ndarray:
 
 def test_everything_that_a_program_depends_on_counts(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled()
-    np.testing.assert_array_equal(run(compiled(CannotCompile())), [0, 2, 4, 6])
+    np.testing.assert_array_equal(run(compiled(lower=cannot_lower)), [0, 2, 4, 6])
     assert len(kept(folder)) == 1
-    np.testing.assert_array_equal(run(compiled(jax.jit(lambda x: 3 * x), ("triple",))), [0, 3, 6, 9])
+    np.testing.assert_array_equal(run(compiled(3)), [0, 3, 6, 9])
     np.testing.assert_array_equal(run(compiled(size=2), 2), [0, 2])
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
@@ -90,7 +86,7 @@ def test_everything_that_a_program_depends_on_counts(folder: pathlib.Path, monke
             change(patch)
             compiled()
         assert len(kept(folder)) == before + 1
-    compiled(CannotCompile())
+    compiled(lower=cannot_lower)
     assert program_cache._source_hash() == program_cache._source_hash()
 
 
@@ -102,13 +98,13 @@ def test_a_damaged_file_is_compiled_again(
     (file,) = kept(folder)
     good = file.read_bytes()
     if content == "another program":
-        compiled(jax.jit(lambda x: 3 * x), ("triple",))
+        compiled(3)
         content = next(other for other in kept(folder) if other != file).read_bytes()
     file.write_bytes(good[: len(good) // 2] if isinstance(content, str) else content)
     with caplog.at_level(logging.WARNING):
         np.testing.assert_array_equal(run(compiled()), [0, 2, 4, 6])
     assert file.name in caplog.text
-    compiled(CannotCompile())
+    compiled(lower=cannot_lower)
 
 
 def test_without_a_folder_nothing_is_kept() -> None:

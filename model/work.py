@@ -1,0 +1,109 @@
+"""The work of each device on a prompt, from the layout of its tokens and the rules by which attention skips blocks.
+
+Counts are of one layer, by ring rank: the ulysses ranks of a ring rank do the same attention, each for its own heads.
+Attention is counted in products of a query block and a key block, as `attention.Partial.blocks` counts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slope_jax.mesh import pass_choice
+from slope_jax.mesh.layout import PAD_POSITION, RankTokens
+from slope_jax.model.stage import StageSpec
+
+Counts = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkWork:
+    """The work of a layer on a chunk.
+
+    Attributes:
+      full: products of a full-attention layer, `[steps, ring]`; the ring ranks wait for each other after each step.
+      window: products of a sliding-window layer, `[ring]`.
+      rows: tokens of each device, `[ring, ulysses]`.
+    """
+
+    full: Counts
+    window: Counts
+    rows: Counts
+
+    def products(self, full_layers: int, window_layers: int) -> Counts:
+        """Products of so many layers of each kind, `[ring]`."""
+        return full_layers * self.full.sum(axis=0) + window_layers * self.window
+
+    def slowest_products(self, full_layers: int, window_layers: int) -> int:
+        """The products that such layers take as long as, when every step lasts as long as on the busiest ring rank."""
+        return int(full_layers * self.full.max(axis=1).sum() + window_layers * self.window.max())
+
+
+def chunk_work(
+    ranks: Sequence[RankTokens],
+    cached: Sequence[NDArray[np.int32]],
+    spec: StageSpec,
+    window: int,
+    ulysses: int,
+    ring_pass: str,
+) -> ChunkWork:
+    """Counts the work of a layer on a chunk.
+
+    Args:
+      ranks: the tokens of the chunk on each ring rank.
+      cached: the positions that earlier chunks of the prompt left on each ring rank, in the order of their slots.
+      spec: the static parameters of the stage.
+      window: keys that a query of a sliding layer sees, itself included.
+      ulysses: ulysses ranks of a ring rank.
+      ring_pass: what goes round the ring, keys and values or queries (see `mesh.pass_choice`).
+    """
+    ring = len(ranks)
+    held = [np.concatenate([before, rank.positions]) for before, rank in zip(cached, ranks, strict=True)]
+    rounds = max(-(-len(positions) // spec.ring_block) for positions in held)
+    keys = [_padded(positions, rounds * spec.ring_block) for positions in held]
+    # The queries of rank r meet the keys of rank r - s: if keys go round, on rank r in step s; if queries go, on rank
+    # r - s, to which it takes them -s steps.
+    full = np.zeros((rounds, ring, ring), np.int64)
+    in_window = np.zeros(ring, np.int64)
+    for rank, tokens in enumerate(ranks):
+        earliest, latest = _query_blocks(tokens, spec.block_q)
+        for step in range(ring):
+            holder = (rank - step) % ring
+            first_RS = keys[holder][:: spec.block_kv].reshape(rounds, -1)
+            products = (first_RS[:, None] <= latest[:, None]).sum(axis=(1, 2))
+            if ring_pass == pass_choice.KV:
+                full[:, step, rank] = products
+            else:
+                full[:, -step % ring, holder] = products
+        band = _band(tokens, window, spec.block_kv)
+        stop = (band[:: spec.block_kv] <= latest[:, None]).sum(axis=1)
+        oldest = np.maximum(earliest - window + 1, 0)
+        begin = (band[spec.block_kv - 1 :: spec.block_kv] < oldest[:, None]).sum(axis=1)
+        in_window[rank] = np.maximum(stop - begin, 0).sum()
+    counts = np.array([len(tokens.positions) for tokens in ranks])
+    rows = -(-(counts[:, None] - np.arange(ulysses)) // ulysses)
+    steps = full.reshape(-1, ring) if ring_pass == pass_choice.KV else full.sum(axis=0)
+    return ChunkWork(full=steps, window=in_window, rows=np.maximum(rows, 0))
+
+
+def _query_blocks(tokens: RankTokens, size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The first and last position of each block of queries; no block spans the gap between two segments."""
+    segments = [tokens.positions[: tokens.split], tokens.positions[tokens.split :]]
+    blocks = [segment[i : i + size] for segment in segments for i in range(0, len(segment), size)]
+    return np.array([b[0] for b in blocks], np.int32), np.array([b[-1] for b in blocks], np.int32)
+
+
+def _band(tokens: RankTokens, window: int, multiple: int) -> NDArray[np.int32]:
+    """The positions of the keys of a window layer: each segment after the window - 1 keys before it."""
+    segments = [tokens.positions[: tokens.split], tokens.positions[tokens.split :]]
+    steps = np.arange(1 - window, 0, dtype=np.int32)
+    parts = [part for segment in segments if len(segment) for part in (segment[0] + steps, segment)]
+    positions = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return _padded(positions, -(-len(positions) // multiple) * multiple)
+
+
+def _padded(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+    return np.pad(positions, (0, length - len(positions)), constant_values=PAD_POSITION)

@@ -1,0 +1,151 @@
+"""The ticks of a prompt that is alone in the pipeline, and the work of each device in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slope_jax.mesh.layout import RankTokens
+from slope_jax.model import cost
+from slope_jax.model.config import FULL, SLIDING, GptOssConfig
+from slope_jax.model.expert_parallel import ExchangeShape
+from slope_jax.model.work import ChunkWork, chunk_work
+from slope_jax.programs import DTYPES, TickPrograms
+
+Chunks = list[tuple[int, list[RankTokens]]]  # first position, and tokens by ring rank
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A tick of a prompt that is alone in the pipeline.
+
+    Attributes:
+      bucket: tokens that its chunks are padded to.
+      ring_pass: what goes round the ring, "kv" or "q" (see `mesh.pass_choice`).
+      rounds: rounds in which KV goes round.
+      chunks: the chunk in each stage, None where it is idle.
+    """
+
+    bucket: int
+    ring_pass: str
+    rounds: int
+    chunks: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """The work of a prompt.
+
+    Attributes:
+      products: block products of attention of each device, `[pp, ring]`; the same on all ulysses ranks.
+      attention_operations: floating-point operations in those blocks, of each device, `[pp, ring]`.
+      needed_attention_operations: of the mean device, those that the mask lets through.
+      rows: tokens that go through the experts of each device, `[ring, ulysses]`.
+      expert_operations: floating-point operations of the experts of those tokens, `[pp, ring, ulysses]`.
+      attention_balance: time of the busiest ring rank in each step over the mean, all steps together.
+      expert_balance: rows of the busiest device in each chunk over the mean, all chunks together.
+      stage_balance: operations of the busiest stage over the mean.
+    """
+
+    products: NDArray[np.int64]
+    attention_operations: NDArray[np.float64]
+    needed_attention_operations: float
+    rows: NDArray[np.int64]
+    expert_operations: NDArray[np.float64]
+    attention_balance: float
+    expert_balance: float
+    stage_balance: float
+
+
+def plan_ticks(programs: TickPrograms, chunks: Chunks) -> tuple[Tick, ...]:
+    """The ticks of a prompt that is alone in the pipeline, as `Engine` runs them."""
+    stages = programs.shape.pp
+    counts = np.array([[len(rank.positions) for rank in ranks] for _, ranks in chunks])
+    held = counts.cumsum(axis=0).max(axis=1)  # tokens of the fullest ring rank after each chunk
+    ticks = []
+    for t in range(len(chunks) + stages - 1):
+        inside = tuple(t - s if 0 <= t - s < len(chunks) else None for s in range(stages))
+        present = [c for c in inside if c is not None]
+        bucket = programs.bucket_of(max(int(counts[c].sum()) for c in present))
+        ring_pass, rounds = programs.ring_rounds(bucket, max(int(held[c]) for c in present))
+        ticks.append(Tick(bucket=bucket, ring_pass=ring_pass, rounds=rounds, chunks=inside))
+    return tuple(ticks)
+
+
+def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -> Work:
+    """Counts the work of a prompt on each device."""
+    config, plan, shape = programs.config, programs.plan, programs.shape
+    before = [np.zeros(0, np.int32)] * shape.ring
+    cached = [before]
+    for _, ranks in chunks:
+        before = [np.concatenate([old, rank.positions]) for old, rank in zip(before, ranks, strict=True)]
+        cached.append(before)
+
+    @functools.cache
+    def work_of(chunk: int, bucket: int, ring_pass: str) -> ChunkWork:
+        spec = programs.stage_spec(bucket)
+        return chunk_work(chunks[chunk][1], cached[chunk], spec, config.sliding_window, shape.ulysses, ring_pass)
+
+    kinds = [[config.layer_types[layer] for layer in stage if layer is not None] for stage in plan.layers]
+    layers = np.array([(k.count(FULL), k.count(SLIDING)) for k in kinds])
+    products = np.zeros((shape.pp, shape.ring), np.int64)
+    slowest = np.zeros(shape.pp, np.int64)
+    rows = np.zeros((len(chunks), shape.ring, shape.ulysses), np.int64)
+    for tick in ticks:
+        for stage, chunk in enumerate(tick.chunks):
+            if chunk is not None:
+                found = work_of(chunk, tick.bucket, tick.ring_pass)
+                products[stage] += found.products(*layers[stage])
+                slowest[stage] += found.slowest_products(*layers[stage])
+                rows[chunk] = found.rows
+    spec = programs.stage_spec(max(tick.bucket for tick in ticks))
+    heads = config.num_heads // shape.ulysses
+    per_product = 4.0 * spec.block_q * spec.block_kv * heads * config.head_dim
+    chunk_layers = layers.sum(axis=1)
+    num_tokens = int(rows.sum())
+    operations = cost.prompt_operations(config, num_tokens)
+    per_row = operations.experts / num_tokens / config.num_layers
+    stages = [_stage_operations(config, kind, num_tokens) for kind in kinds]
+    return Work(
+        products=products,
+        attention_operations=products.astype(np.float64) * per_product,
+        needed_attention_operations=(operations.full_attention + operations.window_attention) / shape.num_devices,
+        rows=rows.sum(axis=0),
+        expert_operations=chunk_layers[:, None, None] * rows.sum(axis=0) * per_row,
+        attention_balance=float((slowest / products.mean(axis=1)).max()),
+        expert_balance=float(rows.max(axis=(1, 2)).sum() / rows.mean(axis=(1, 2)).sum()),
+        stage_balance=max(stages) * len(stages) / sum(stages),
+    )
+
+
+def random_expert_rounds(programs: TickPrograms, bucket: int, trials: int = 8) -> float:
+    """Rounds that the exchange of expert parallelism takes in a layer, when every set of experts is equally likely.
+
+    Args:
+      programs: their sizes.
+      bucket: tokens of a chunk; each stage has one.
+      trials: layers to take the mean of; the same ones at every call.
+    """
+    config, shape = programs.config, programs.shape
+    devices = shape.num_devices
+    tokens = bucket * shape.pp // devices
+    exchange = ExchangeShape.of(config, tokens, shape.ulysses, DTYPES[programs.dtype])
+    random = np.random.default_rng(0)
+    rounds = []
+    for _ in range(trials):
+        order = random.random((devices * tokens, config.num_experts), np.float32)
+        chosen = np.argpartition(order, config.experts_per_token - 1, axis=1)[:, : config.experts_per_token]
+        ranks = chosen // (config.num_experts // shape.ulysses)
+        wanted = (ranks[:, :, None] == np.arange(shape.ulysses)).any(axis=1)
+        rows = wanted.reshape(devices, tokens, shape.ulysses).sum(axis=1)
+        rounds.append(-(-int(rows.max()) // exchange.capacity))
+    return float(np.mean(rounds))
+
+
+def _stage_operations(config: GptOssConfig, kinds: list[str], num_tokens: int) -> int:
+    operations = cost.prompt_operations(dataclasses.replace(config, layer_types=tuple(kinds)), num_tokens)
+    return operations.total - operations.unembedding  # which all stages share
