@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +30,30 @@ Read = Callable[[str], jax.Array]
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def forward(directory: str | os.PathLike[str], token_ids: Sequence[int]) -> tuple[Array, list[tuple[Array, Array]]]:
+class Forward(NamedTuple):
+    """What a forward computes; float32.
+
+    Attributes:
+      logits: of the last position, `[V]`.
+      kv: for each layer the keys, after RoPE, and values `[T, K, H]` of all tokens.
+      margins_LT: by how much the router preferred the last expert that a token chose to the next one.
+    """
+
+    logits: Array
+    kv: list[tuple[Array, Array]]
+    margins_LT: Array
+
+
+def forward(
+    directory: str | os.PathLike[str], token_ids: Sequence[int], swapped: Collection[tuple[int, int]] = ()
+) -> Forward:
     """Runs the model on one prompt.
 
     Args:
       directory: a checkpoint in Hugging Face layout.
       token_ids: the prompt.
-
-    Returns:
-      The logits `[V]` of the last position, and for each layer the keys, after RoPE, and values `[T, K, H]` of all
-      tokens; float32.
+      swapped: layers and tokens at which the last expert chosen and the next one change places. Where the router
+        prefers neither by more than rounding, that is as right as the other way.
     """
     checkpoint = Checkpoint.open(os.fspath(directory))
     config = checkpoint.config
@@ -50,7 +65,7 @@ def forward(directory: str | os.PathLike[str], token_ids: Sequence[int]) -> tupl
     scale = magnitude(config.rope)
     cos, sin = (jnp.asarray(scale * f(angles), jnp.float32) for f in (np.cos, np.sin))
     x_TD = jnp.asarray(read("model.embed_tokens.weight")[np.asarray(token_ids)])
-    kv = []
+    kv, margins = [], []
     for i, kind in enumerate(config.layer_types):
         layer = f"model.layers.{i}."
         t_TD = rms_norm(x_TD, read(layer + "input_layernorm.weight"), config.rms_norm_eps)
@@ -61,10 +76,15 @@ def forward(directory: str | os.PathLike[str], token_ids: Sequence[int]) -> tupl
         heads_TNH = _attention(q_TNH, k_TKH, v_TKH, read(layer + "self_attn.sinks"), window)
         x_TD = x_TD + _project(read, layer + "self_attn.o_proj", heads_TNH.reshape(len(token_ids), -1))
         t_TD = rms_norm(x_TD, read(layer + "post_attention_layernorm.weight"), config.rms_norm_eps)
-        x_TD = x_TD + _experts(config, checkpoint, read, layer + "mlp.", t_TD)
+        logits_TE = _project(read, layer + "mlp.router", t_TD)
+        margin_T, other_TE = _swap_experts(logits_TE, config.experts_per_token)
+        swapped_T = np.isin(np.arange(len(token_ids)), [token for layer, token in swapped if layer == i])
+        logits_TE = jnp.where(swapped_T[:, None], other_TE, logits_TE)
+        x_TD = x_TD + _experts(config, checkpoint, read, layer + "mlp.", t_TD, logits_TE)
         kv.append((np.asarray(k_TKH), np.asarray(v_TKH)))
+        margins.append(np.asarray(margin_T))
     last_D = rms_norm(x_TD[-1], read("model.norm.weight"), config.rms_norm_eps)
-    return np.asarray(_einsum("VD,D->V", read("lm_head.weight"), last_D)), kv
+    return Forward(np.asarray(_einsum("VD,D->V", read("lm_head.weight"), last_D)), kv, np.stack(margins))
 
 
 def _project(read: Read, name: str, x_TD: jax.Array) -> jax.Array:
@@ -89,9 +109,18 @@ def _attention(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, sinks_N: ja
     return jax.lax.map(one_head, jnp.arange(heads)).swapaxes(0, 1)
 
 
-def _experts(config: GptOssConfig, checkpoint: Checkpoint, read: Read, mlp: str, t_TD: jax.Array) -> jax.Array:
+def _swap_experts(logits_TE: jax.Array, experts_per_token: int) -> tuple[jax.Array, jax.Array]:
+    """The margin of the last expert chosen over the next one, and the logits with the two exchanged."""
+    top_TX, experts_TX = jax.lax.top_k(logits_TE, experts_per_token + 1)
+    token_T = jnp.arange(len(logits_TE))[:, None]
+    exchanged_TE = logits_TE.at[token_T, experts_TX[:, -2:]].set(top_TX[:, :-3:-1])
+    return top_TX[:, -2] - top_TX[:, -1], exchanged_TE
+
+
+def _experts(
+    config: GptOssConfig, checkpoint: Checkpoint, read: Read, mlp: str, t_TD: jax.Array, logits_TE: jax.Array
+) -> jax.Array:
     """Every expert on every token, weighted with zero where the token has not chosen it."""
-    logits_TE = _project(read, mlp + "router", t_TD)
     routing = route(logits_TE, config.experts_per_token)
     gate_up_bias, down_bias = (read(f"{mlp}experts.{part}_proj_bias") for part in ("gate_up", "down"))
     out_TD = jnp.zeros_like(t_TD)
