@@ -63,17 +63,36 @@ class Work:
 
 def plan_ticks(programs: TickPrograms, chunks: Chunks) -> tuple[Tick, ...]:
     """The ticks of a prompt that is alone in the pipeline, as `Engine` runs them."""
-    stages = programs.shape.pp
     counts = np.array([[len(rank.positions) for rank in ranks] for _, ranks in chunks])
+    lengths = counts.sum(axis=1)
     held = counts.cumsum(axis=0).max(axis=1)  # tokens of the fullest ring rank after each chunk
-    ticks = []
-    for t in range(len(chunks) + stages - 1):
-        inside = tuple(t - s if 0 <= t - s < len(chunks) else None for s in range(stages))
-        present = [c for c in inside if c is not None]
-        bucket = programs.bucket_of(max(int(counts[c].sum()) for c in present))
-        ring_pass, rounds = programs.ring_rounds(bucket, max(int(held[c]) for c in present))
-        ticks.append(Tick(bucket=bucket, ring_pass=ring_pass, rounds=rounds, chunks=inside))
-    return tuple(ticks)
+    return tuple(
+        tick_of(programs, inside, lengths, held) for inside in chunks_in_stages(len(chunks), programs.shape.pp)
+    )
+
+
+def chunks_in_stages(chunks: int, stages: int) -> tuple[tuple[int | None, ...], ...]:
+    """The chunk in each stage in every tick of a prompt that is alone in the pipeline, None where a stage is idle."""
+    return tuple(
+        tuple(t - s if 0 <= t - s < chunks else None for s in range(stages)) for t in range(chunks + stages - 1)
+    )
+
+
+def tick_of(
+    programs: TickPrograms, inside: tuple[int | None, ...], lengths: NDArray[np.int64], held: NDArray[np.int64]
+) -> Tick:
+    """The tick that runs some chunks.
+
+    Args:
+      programs: their sizes.
+      inside: the chunk in each stage, None where it is idle; at least one is not.
+      lengths: tokens of each chunk.
+      held: tokens of its prompt on the fullest ring rank after each chunk.
+    """
+    present = [c for c in inside if c is not None]
+    bucket = programs.bucket_of(max(int(lengths[c]) for c in present))
+    ring_pass, rounds = programs.ring_rounds(bucket, max(int(held[c]) for c in present))
+    return Tick(bucket=bucket, ring_pass=ring_pass, rounds=rounds, chunks=inside)
 
 
 def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -> Work:

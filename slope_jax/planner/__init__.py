@@ -1,0 +1,8 @@
+"""The planner: what a cluster can promise for the prefill of a model, and with which configuration."""
+
+from slope_jax.planner.devices import Cluster, known_devices
+from slope_jax.planner.evaluate import Prediction, predict
+from slope_jax.planner.layout import Layout
+from slope_jax.planner.search import Answer, Plan, plan
+
+__all__ = ["Answer", "Cluster", "Layout", "Plan", "Prediction", "known_devices", "plan", "predict"]
