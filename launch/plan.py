@@ -1,38 +1,57 @@
 """Plans a prefill cluster: which mesh, what time to first token and rate to expect, and what limits them.
 
     python -m slope_jax.launch.plan --cluster=mi250 --nodes=4 --tokens=32768,65536,100000 --ttft_slo=1,1,2
+    python -m slope_jax.launch.plan --cluster=my_machine.toml --explain=2,2,8
+    python -m slope_jax.launch.plan --cluster=mi250 --tokens=65536 --ttft_slo=0.7 --solve
+    python -m slope_jax.launch.plan --cluster=cpu --nodes=1 --config=mini --calibrate=bench.jsonl
 
-Nothing runs on a device, and nothing is compiled: times are predicted from sizes (see `slope_jax.planner`).
+Nothing runs on a device, and nothing is compiled: times are predicted from sizes (see `slope_jax.planner`). With
+--calibrate the quantities of the cluster are first fitted to lines of `slope_jax.launch.bench`, and the program says
+how well each line is met; without --explain it ends there. The exit status is 2 when the input makes no sense.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from absl import app, flags
 
+from slope_jax.launch.bench import read_rows
 from slope_jax.launch.flags import StartError
-from slope_jax.model.published import PUBLISHED, find_config
-from slope_jax.planner import Cluster, known_devices, plan
-from slope_jax.planner.table import format_plan
+from slope_jax.launch.make_checkpoint import PRESETS
+from slope_jax.mesh import pass_choice
+from slope_jax.mesh.axes import MeshShape
+from slope_jax.model.published import PUBLISHED
+from slope_jax.planner import Cluster, Prediction, known_devices, plan
+from slope_jax.planner.assumptions import assumptions
+from slope_jax.planner.calibrate import calibrate
+from slope_jax.planner.layout import EXPERT, SEQUENCE, TENSOR
+from slope_jax.planner.models import PlannedModel, read_model
+from slope_jax.planner.search import Refused, check_lengths, of_mesh, rank
+from slope_jax.planner.solve import requirements
+from slope_jax.planner.table import as_json, format_calibration, format_explanation, format_plan
+
+Number = TypeVar("Number", int, float)
+_SPLITS = (SEQUENCE, EXPERT, TENSOR)
 
 
-def run() -> int:
-    """The body of the program; returns the exit status."""
-    values = flags.FLAGS
-    try:
-        config = find_config(values.config)
-        cluster = Cluster.load(values.cluster, values.nodes)
-        found = plan(config, cluster, numbers("tokens", values.tokens, int), targets(values.ttft_slo))
-    except ValueError as error:
-        raise StartError(str(error)) from error
-    print(format_plan(found, values.rows))
-    return 0
+def open_model(name: str) -> PlannedModel:
+    """A model by the name of a preset or a published model, or by the path of its sizes.
+
+    Raises:
+      ValueError: see `models.read_model`.
+    """
+    if name in PRESETS:
+        return PlannedModel(name=name, config=PRESETS[name].config(), is_packed=True)
+    return read_model(name)
 
 
-def numbers(flag: str, texts: Sequence[str], kind: type) -> list:
+def numbers(flag: str, texts: Sequence[str], kind: Callable[[str], Number]) -> list[Number]:
     """The numbers of a list flag.
 
     Raises:
@@ -44,9 +63,76 @@ def numbers(flag: str, texts: Sequence[str], kind: type) -> list:
         raise ValueError(f"--{flag}: {error}") from error
 
 
-def targets(texts: Sequence[str]) -> list[float] | None:
-    """The targets, or None when there are none."""
-    return numbers("ttft_slo", texts, float) or None
+def explain(
+    model: PlannedModel, cluster: Cluster, degrees: Sequence[int], tokens: Sequence[int], splits: Sequence[str]
+) -> str:
+    """All about one mesh, for every length and everything that its ulysses ranks may do.
+
+    Raises:
+      ValueError: three degrees are not given, or the mesh cannot be used at all; the message says why.
+    """
+    if len(degrees) != 3:
+        raise ValueError(f"--explain takes pp,ring,ulysses, not {len(degrees)} numbers")
+    check_lengths(model.config, tokens)
+    shape = MeshShape(*degrees)
+    sections, refusals = [], []
+    for length in tokens:
+        for split in splits if shape.ulysses > 1 else (SEQUENCE,):
+            found = of_mesh(model.config, cluster, shape, split, length, expert_weights=model.expert_weights)
+            if isinstance(found, Refused):
+                refusals.append(f"{shape} {split}, {length:,} tokens: {found.reason}")
+                continue
+            best: list[Prediction] = sorted(found, key=lambda p: rank(p, None))
+            sections.append(format_explanation(best, assumptions(model.config, cluster, best[0])))
+    if not sections:
+        raise ValueError("; ".join(refusals))
+    return "\n\n".join([*sections, *refusals])
+
+
+def run() -> int:
+    """The body of the program; returns the exit status."""
+    values = flags.FLAGS
+    try:
+        model = open_model(values.config)
+        cluster = Cluster.load(values.cluster, values.nodes)
+        if values.calibrate:
+            rows = [row for path in values.calibrate for row in read_rows(path)]
+            calibration = calibrate(model.config, cluster, rows, fit_up_to=values.fit_up_to)
+            print(format_calibration(calibration) + "\n")
+            cluster = calibration.cluster
+            if not values.explain:
+                return 0
+        tokens = numbers("tokens", values.tokens, int)
+        splits = values.splits
+        if unknown := sorted(set(splits) - set(_SPLITS)):
+            raise ValueError(f"--splits: {', '.join(unknown)} is not one of {', '.join(_SPLITS)}")
+        if values.explain:
+            print(explain(model, cluster, numbers("explain", values.explain, int), tokens, splits))
+            return 0
+        found = plan(
+            model.config,
+            cluster,
+            tokens,
+            numbers("ttft_slo", values.ttft_slo, float) or None,
+            expert_weights=model.expert_weights,
+            splits=splits,
+            ring_pass=values.ring_pass,
+        )
+        assumed = [assumptions(model.config, cluster, answer.best[0]) for answer in found.answers]
+        solved = [requirements(model.config, cluster, answer) for answer in found.answers] if values.solve else []
+        if values.plot:
+            from slope_jax.planner.plot import plot  # matplotlib is needed for nothing else
+
+            if not pathlib.Path(values.plot).absolute().parent.is_dir():
+                raise ValueError(f"--plot={values.plot}: there is no such folder")
+            plot(found, values.plot)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+    if values.format == "json":
+        print(json.dumps(as_json(found, assumed, solved)))
+    else:
+        print(format_plan(found, values.rows, assumed, solved))
+    return 0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -62,12 +148,21 @@ def main(argv: Sequence[str]) -> None:
 
 def define_flags() -> None:
     """Defines the flags of the program."""
-    flags.DEFINE_string("config", "gpt-oss-120b", f"{' or '.join(PUBLISHED)}, a checkpoint folder, or a config.json.")
+    names = ", ".join((*PUBLISHED, *sorted(PRESETS)))
+    flags.DEFINE_string("config", "gpt-oss-120b", f"A model ({names}), a checkpoint folder, or any config.json.")
     flags.DEFINE_string("cluster", "mi250", f"A machine ({', '.join(known_devices())}), or a TOML file of your own.")
     flags.DEFINE_integer("nodes", 4, "Nodes of the cluster.")
     flags.DEFINE_list("tokens", ["32768", "65536", "100000"], "Lengths of prompts.")
     flags.DEFINE_list("ttft_slo", [], "The target for the time to first token in seconds, one for each length.")
+    flags.DEFINE_list("splits", [SEQUENCE, EXPERT], f"What ulysses ranks may do: {', '.join(_SPLITS)}.")
+    flags.DEFINE_enum("ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.")
+    flags.DEFINE_enum("format", "table", ["table", "json"], "What to print.")
     flags.DEFINE_integer("rows", 5, "Configurations to show for each length.", lower_bound=1)
+    flags.DEFINE_string("plot", None, "PNG file to draw to; needs matplotlib (the extra bench).")
+    flags.DEFINE_list("explain", [], "pp,ring,ulysses: show this mesh in full.")
+    flags.DEFINE_bool("solve", False, "Say what would have to be true for the targets to be met.")
+    flags.DEFINE_list("calibrate", [], "Files with lines of the benchmark, to which the cluster is fitted first.")
+    flags.DEFINE_integer("fit_up_to", 4096, "Calibrate to prefills of at most so many tokens; compare the others.")
 
 
 if __name__ == "__main__":

@@ -40,12 +40,13 @@ QUANTITIES: dict[str, tuple[str | None, str]] = {
     "launch": (None, "seconds"),
     "launches": (None, "per_layer"),
     "host": (None, "seconds"),
+    "engine": (None, "factor"),
     "memory_reserve": (None, "share"),
 }
 MEANINGS = {
     "dense": "share of the matmul peak in projections, router and unembedding",
     "experts": "share of the matmul peak in the experts' products, tile padding counted as work",
-    "full_attention": "share of the matmul peak in full attention",
+    "full_attention": "share of the matmul peak in full attention, by twice the mean number of keys of a query",
     "window_attention": "share of the matmul peak in window attention",
     "memory": "share of the memory bandwidth that is reached",
     "expert_overlap": "share of the shorter of weight streaming and products that is not hidden by the longer",
@@ -60,6 +61,7 @@ MEANINGS = {
     "launch": "time of a launch that is not hidden",
     "launches": "launches of a layer",
     "host": "time of a tick on the host that is not hidden",
+    "engine": "time of an engine that serves over that of its operations",
     "memory_reserve": "share of the memory that is left to the runtime and to fragmentation",
 }
 _OPTIONAL = {"all_to_all", "all_reduce", "permute"}  # which follow from the links where they are not given

@@ -52,10 +52,16 @@ class Prediction:
         """Devices of all replicas."""
         return self.replicas * self.layout.shape.num_devices
 
+    def rate_at(self, concurrency: int) -> float:
+        """Requests per second when so many prompts are always under way, spread evenly over the replicas."""
+        fewest, more = divmod(concurrency, self.replicas)
+        most = self.requests_per_s / self.replicas
+        of_replica = [min(n / self.ttft_s, most) for n in (fewest, fewest + 1)]
+        return (self.replicas - more) * of_replica[0] + more * of_replica[1]
+
     def ttft_at(self, concurrency: int) -> float:
-        """TTFT when so many prompts are always under way: by Little's law, once the replicas are full."""
-        of_replica = -(-concurrency // self.replicas)
-        return max(self.ttft_s, of_replica * self.replicas / self.requests_per_s)
+        """The mean TTFT when so many prompts are always under way, by Little's law."""
+        return concurrency / self.rate_at(concurrency)
 
     def concurrency_within(self, target_s: float) -> int:
         """The most prompts that can always be under way with a TTFT of at most `target_s`; 0 if one alone takes longer.

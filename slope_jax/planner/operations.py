@@ -8,7 +8,7 @@ whichever is longer. Every rank of a stage does the same, as the zigzag layout s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +114,7 @@ class OperationTimes:
 
         work = np.array(
             [
-                [*self._expert_layer(n, a), *self._attention_layer(s, n, a)]
+                [*self.expert_layer(n, a), *self.attention_layer(s, n, a)]
                 for s, n, a in zip(chunks.start.tolist(), chunks.length.tolist(), chunks.active.tolist(), strict=True)
             ]
         ).T  # [4, chunks]
@@ -137,11 +137,12 @@ class OperationTimes:
             parts = self._on_shared_cores(parts, np.where(busy, chunks.active[inside], 0))
             ring = self._layout.shape.ring * self._layout.shape.ulysses
             padding, ring_hidden = padding * ring, ring_hidden * ring
+        factor = self._quantity("engine")
         return Times(
-            parts=parts,
+            parts={name: factor * seconds for name, seconds in parts.items()},
             busy=busy,
             ring_hidden=ring_hidden,
-            padding=padding,
+            padding=factor * padding,
             stages_add_up=self._cluster.shares_cores,
         )
 
@@ -170,7 +171,7 @@ class OperationTimes:
             self._token.unembedding / devices, self._quantity("dense", 1.0), self._weights.unembedding / devices
         )
 
-    def _expert_layer(self, length: int, active: int) -> tuple[float, float]:
+    def expert_layer(self, length: int, active: int) -> tuple[float, float]:
         """Experts of one layer on a device, for `length` tokens on `active` ring ranks; and their padding."""
         c, layout = self._config, self._layout
         parted = layout.shape.ulysses if layout.split == EXPERT else 1  # ranks that the experts are split over
@@ -190,11 +191,11 @@ class OperationTimes:
         seconds = max(compute, stream) + self._quantity("expert_overlap") * min(compute, stream)
         return seconds, compute * (1 - pairs / rows) if compute > stream else 0.0
 
-    def _attention_layer(self, start: int, length: int, active: int) -> tuple[float, float]:
+    def attention_layer(self, start: int, length: int, active: int) -> tuple[float, float]:
         """Full attention and window attention of one layer on a device."""
         c, layout = self._config, self._layout
         heads = 4 * c.num_heads * c.head_dim / layout.shape.ulysses
-        share = self._cluster.attention(c.head_dim)((start + length) / layout.shape.ring)
+        share = self._cluster.attention(c.head_dim)(2 * start + length)
         peak = self._cluster.matmul_flops
         return (
             heads * cost.visible_keys(start, length) / active / (peak * share),
@@ -263,12 +264,11 @@ class OperationTimes:
 
     def _on_shared_cores(self, parts: dict[str, Seconds], active: NDArray[np.int64]) -> dict[str, Seconds]:
         """The same where all devices of a stage take turns on the same cores."""
-        ring, ulysses = self._layout.shape.ring, self._layout.shape.ulysses
-        of_tokens = ("experts", "full_attention", "window_attention")
-        return {
-            name: seconds * ulysses * (active if name in of_tokens else 1 if name == "host" else ring)
-            for name, seconds in parts.items()
-        }
+        shape = self._layout.shape
+        scale: dict[str, Any] = dict.fromkeys(parts, shape.ring * shape.ulysses)
+        scale |= dict.fromkeys(("experts", "full_attention", "window_attention"), active * shape.ulysses)
+        scale["host"] = 1 / shape.pp  # which is the same for all stages
+        return {name: seconds * scale[name] for name, seconds in parts.items()}
 
 
 def tensor_collectives(
@@ -300,11 +300,8 @@ def tensor_collectives(
 
 def ring_machine(config: GptOssConfig, cluster: Cluster, layout: Layout, num_tokens: int) -> pass_choice.Machine:
     """What the engine has to know of the devices to choose what goes round the ring (`Engine.load(machine=...)`)."""
-    share = cluster.attention(config.head_dim)(num_tokens / layout.shape.ring)
+    share = cluster.attention(config.head_dim)(num_tokens)
     bandwidth = (
         Fabric(cluster, layout.shape).exchange("ppermute", (RING,)).bytes_per_s if layout.shape.ring > 1 else 1.0
     )
     return pass_choice.Machine(attention_flops=cluster.matmul_flops * share, link_bandwidth=bandwidth)
-
-
-Evaluate = Callable[[Schedule], Times]

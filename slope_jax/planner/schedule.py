@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from slope_jax import audit_work
 from slope_jax.audit_work import Tick
 from slope_jax.mesh import pass_choice
-from slope_jax.mesh.layout import active_ranks, plan_chunks, zigzag
+from slope_jax.mesh.layout import active_ranks, length_buckets, plan_chunks, zigzag
 from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.layout import EXPERT, Layout, stages_of
 from slope_jax.programs import TickPrograms
@@ -96,21 +96,25 @@ class Scheduler:
     ):
         chunk_tokens = min(layout.chunk_tokens, num_tokens)
         self.chunks = chunks_of(num_tokens, chunk_tokens, layout.shape.ring, config.sliding_window)
-        self.programs = TickPrograms.of(
+        # Of the cache only the page has a part in the ticks, and the size of a large one takes long to compute.
+        small = min(chunk_tokens, _PAGE)
+        programs = TickPrograms.of(
             config,
             stages_of(config.layer_types, layout.shape.pp),
             layout.shape,
             dtype=layout.dtype,
             packed_experts=layout.expert_weights == "mxfp4",
             expert_parallel=layout.split == EXPERT,
-            chunk_tokens=chunk_tokens,
-            kv_cache_tokens=chunk_tokens,  # the size of the cache has no part in the ticks
+            chunk_tokens=small,
+            kv_cache_tokens=small,
             block_q=None,
             block_kv=_BLOCK_KV,
             page_tokens=_PAGE,
             ring_pass=ring_pass,
             machine=machine,
         )
+        buckets = length_buckets(chunk_tokens, layout.shape, config.sliding_window)
+        self.programs = dataclasses.replace(programs, chunk_tokens=chunk_tokens, buckets=buckets)
 
     def alone(self) -> Schedule:
         """The ticks of one prompt that is alone in the pipeline."""

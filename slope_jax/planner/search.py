@@ -83,6 +83,8 @@ def plan(
     tokens: Sequence[int],
     ttft_slo: Sequence[float] | None = None,
     *,
+    expert_weights: str = "mxfp4",
+    splits: Sequence[str] = (SEQUENCE, EXPERT),
     ring_pass: str = pass_choice.AUTO,
 ) -> Plan:
     """Finds the best ways to prefill prompts of some lengths on a cluster.
@@ -95,6 +97,8 @@ def plan(
       cluster: the machine.
       tokens: lengths of prompts.
       ttft_slo: the target for TTFT in seconds, one for each length; None for no targets.
+      expert_weights: "mxfp4" or "bfloat16". Packed ones are smaller, and never slower in this model.
+      splits: what the ulysses ranks may do, see `layout.Layout`.
       ring_pass: what goes round the ring, see `mesh.pass_choice`.
 
     Raises:
@@ -110,7 +114,7 @@ def plan(
         if target is not None and not 0 < target < math.inf:
             raise ValueError(f"a target for TTFT must be a positive number of seconds, not {target}")
     answers = tuple(
-        answer(config, cluster, length, target, ring_pass=ring_pass)
+        answer(config, cluster, length, target, expert_weights=expert_weights, splits=splits, ring_pass=ring_pass)
         for length, target in zip(tokens, targets, strict=True)
     )
     return Plan(config=config, cluster=cluster, answers=answers, seconds=time.perf_counter() - begin)
@@ -131,14 +135,16 @@ def answer(
     num_tokens: int,
     target_s: float | None,
     *,
+    expert_weights: str = "mxfp4",
+    splits: Sequence[str] = (SEQUENCE, EXPERT),
     ring_pass: str = pass_choice.AUTO,
 ) -> Answer:
     """Tries all configurations for one length (see `plan`)."""
     best: list[Prediction] = []
     refused: list[Refused] = []
     tried = 0
-    for shape, split in meshes(cluster.num_devices):
-        found = of_mesh(config, cluster, shape, split, num_tokens, ring_pass=ring_pass)
+    for shape, split in meshes(cluster.num_devices, splits):
+        found = of_mesh(config, cluster, shape, split, num_tokens, expert_weights=expert_weights, ring_pass=ring_pass)
         if isinstance(found, Refused):
             refused.append(found)
             continue
@@ -154,7 +160,7 @@ def answer(
         num_tokens=num_tokens,
         target_s=target_s,
         best=tuple(sorted(best, key=lambda p: rank(p, target_s))),
-        baseline=baseline(config, cluster, num_tokens),
+        baseline=baseline(config, cluster, num_tokens, expert_weights),
         refused=tuple(refused),
         tried=tried,
     )
@@ -167,15 +173,14 @@ def rank(prediction: Prediction, target_s: float | None) -> tuple[float, ...]:
     return -served, float(f"{prediction.ttft_s:.3g}"), -float(f"{prediction.requests_per_s:.3g}"), prediction.chunks
 
 
-def meshes(devices: int) -> Iterator[tuple[MeshShape, str]]:
+def meshes(devices: int, splits: Sequence[str] = (SEQUENCE, EXPERT)) -> Iterator[tuple[MeshShape, str]]:
     """Every mesh of which a number of equal replicas uses all devices, and what its ulysses ranks may do."""
     for size in _divisors(devices):
         for pp in _divisors(size):
             for ring in _divisors(size // pp):
                 shape = MeshShape(pp=pp, ring=ring, ulysses=size // pp // ring)
-                yield shape, SEQUENCE
-                if shape.ulysses > 1:
-                    yield shape, EXPERT
+                for split in splits if shape.ulysses > 1 else (SEQUENCE,):
+                    yield shape, split
 
 
 def of_mesh(
@@ -185,6 +190,7 @@ def of_mesh(
     split: str,
     num_tokens: int,
     *,
+    expert_weights: str = "mxfp4",
     ring_pass: str = pass_choice.AUTO,
 ) -> list[Prediction] | Refused:
     """The predictions for all numbers of chunks on a mesh; or why it cannot be used."""
@@ -193,34 +199,36 @@ def of_mesh(
     found = []
     if split == EXPERT and config.num_experts == 1:
         return Refused(shape=shape, split=split, reason="expert parallelism needs experts: the model is dense")
-    for layout in _layouts(config, shape, split, num_tokens):
+    for layout in _layouts(config, shape, split, num_tokens, expert_weights):
         reason = refusal(config, layout, cluster, num_tokens)
         if reason is None:
             found.append(predict(config, cluster, layout, num_tokens, replicas=replicas, ring_pass=ring_pass))
     return found or Refused(shape=shape, split=split, reason=str(reason))
 
 
-def _layouts(config: GptOssConfig, shape: MeshShape, split: str, num_tokens: int) -> Iterator[Layout]:
-    """The chunk sizes that are worth trying.
-
-    Expert weights stay packed: in this model that is never slower, and always smaller (`refusal` has the sizes).
-    """
+def _layouts(
+    config: GptOssConfig, shape: MeshShape, split: str, num_tokens: int, expert_weights: str
+) -> Iterator[Layout]:
+    """The chunk sizes that are worth trying."""
     smallest = smallest_bucket(shape, config.sliding_window)
     for count in _CHUNK_COUNTS:
         chunk = -(-num_tokens // count)
-        # Without a pipeline nothing is gained by many chunks, and in one more than a few times its stages add nothing.
+        # Many chunks gain nothing without a pipeline, and in one no more than a few times its stages do.
         if count > 1 and (chunk < smallest or count > 4 * shape.pp):
             return
-        yield Layout(shape=shape, chunk_tokens=chunk, split=split)
+        yield Layout(shape=shape, chunk_tokens=chunk, split=split, expert_weights=expert_weights)
 
 
-def baseline(config: GptOssConfig, cluster: Cluster, num_tokens: int) -> Prediction | None:
+def baseline(
+    config: GptOssConfig, cluster: Cluster, num_tokens: int, expert_weights: str = "mxfp4"
+) -> Prediction | None:
     """Tensor parallelism over the devices of a node, a replica on each node; None where it does not fit."""
     size = cluster.devices_per_node
     layout = Layout(
         shape=MeshShape(ulysses=size),
         chunk_tokens=min(_BASELINE_CHUNK, num_tokens),
         split=TENSOR if size > 1 else SEQUENCE,
+        expert_weights=expert_weights,
     )
     if refusal(config, layout, cluster, num_tokens) is not None:
         return None
