@@ -89,9 +89,8 @@ def explain(
     return "\n\n".join([*sections, *refusals])
 
 
-def run() -> int:
+def run(values: flags.FlagValues) -> int:
     """The body of the program; returns the exit status."""
-    values = flags.FLAGS
     try:
         model = open_model(values.config)
         cluster = Cluster.load(values.cluster, values.nodes)
@@ -140,29 +139,43 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
     try:
-        sys.exit(run())
+        sys.exit(run(flags.FLAGS))
     except StartError as error:
         logging.error("%s", error)
         sys.exit(2)
 
 
-def define_flags() -> None:
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags of the program."""
     names = ", ".join((*PUBLISHED, *sorted(PRESETS)))
-    flags.DEFINE_string("config", "gpt-oss-120b", f"A model ({names}), a checkpoint folder, or any config.json.")
-    flags.DEFINE_string("cluster", "mi250", f"A machine ({', '.join(known_devices())}), or a TOML file of your own.")
-    flags.DEFINE_integer("nodes", 4, "Nodes of the cluster.")
-    flags.DEFINE_list("tokens", ["32768", "65536", "100000"], "Lengths of prompts.")
-    flags.DEFINE_list("ttft_slo", [], "The target for the time to first token in seconds, one for each length.")
-    flags.DEFINE_list("splits", [SEQUENCE, EXPERT], f"What ulysses ranks may do: {', '.join(_SPLITS)}.")
-    flags.DEFINE_enum("ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.")
-    flags.DEFINE_enum("format", "table", ["table", "json"], "What to print.")
-    flags.DEFINE_integer("rows", 5, "Configurations to show for each length.", lower_bound=1)
-    flags.DEFINE_string("plot", None, "PNG file to draw to; needs matplotlib (the extra bench).")
-    flags.DEFINE_list("explain", [], "pp,ring,ulysses: show this mesh in full.")
-    flags.DEFINE_bool("solve", False, "Say what would have to be true for the targets to be met.")
-    flags.DEFINE_list("calibrate", [], "Files with lines of the benchmark, to which the cluster is fitted first.")
-    flags.DEFINE_integer("fit_up_to", 4096, "Calibrate to prefills of at most so many tokens; compare the others.")
+    flags.DEFINE_string(
+        "config", "gpt-oss-120b", f"A model ({names}), a checkpoint folder, or any config.json.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "cluster", "mi250", f"A machine ({', '.join(known_devices())}), or a TOML file of your own.", flag_values=values
+    )
+    flags.DEFINE_integer("nodes", 4, "Nodes of the cluster.", flag_values=values)
+    flags.DEFINE_list("tokens", ["32768", "65536", "100000"], "Lengths of prompts.", flag_values=values)
+    flags.DEFINE_list(
+        "ttft_slo", [], "The target for the time to first token in seconds, one for each length.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "splits", [SEQUENCE, EXPERT], f"What ulysses ranks may do: {', '.join(_SPLITS)}.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.", flag_values=values
+    )
+    flags.DEFINE_enum("format", "table", ["table", "json"], "What to print.", flag_values=values)
+    flags.DEFINE_integer("rows", 5, "Configurations to show for each length.", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("plot", None, "PNG file to draw to; needs matplotlib (the extra bench).", flag_values=values)
+    flags.DEFINE_list("explain", [], "pp,ring,ulysses: show this mesh in full.", flag_values=values)
+    flags.DEFINE_bool("solve", False, "Say what would have to be true for the targets to be met.", flag_values=values)
+    flags.DEFINE_list(
+        "calibrate", [], "Files with lines of the benchmark, to which the cluster is fitted first.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "fit_up_to", 4096, "Calibrate to prefills of at most so many tokens; compare the others.", flag_values=values
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
         --prompt_tokens=512,2048,4096,8192,16384 > bench.jsonl
 
 Operations that were measured alone become points of their curves. What is left (projections, memory, launches) is
-fitted to whole prefills, the short ones; the longer ones are kept for a test. The machine's peak varies while it is measured,
-so every time is taken relative to the peak of its own line.
+fitted to whole prefills, the short ones; the longer ones are kept for a test, as are those during which the machine was
+not steady. The machine's peak varies while it is
+measured, so every time is taken relative to the peak of its own line.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from slope_jax.planner.quantity import MEASURED, Curve, Point
 Row = Mapping[str, Any]
 _EXPERTS = {"bfloat16": "experts", "float32": "experts", "mxfp4": "experts_mxfp4"}
 _ONE_DEVICE = {"compute": ("dense",), "memory": ("memory",), "overhead": ("launch", "host")}
-_SEVERAL = {"exchanges": ("collective", "ring_step")}
+_SEVERAL = {"sharing": ("sharing",), "exchanges": ("collective", "ring_step")}
+_LIMITS = {
+    "compute": (0.2, 1.6),
+    "memory": (0.2, 1.6),
+    "overhead": (0.05, 20.0),
+    "exchanges": (0.05, 20.0),
+    "sharing": (0.5, 3.0),
+}
 _SOURCE = "the engine's benchmark"
 _STEPS = 60  # of a bisection
 
@@ -97,13 +105,14 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     several = [_sample(config, row, peak, fit_up_to) for row in _in_order(prefills) if row["devices"] > 1]
     known = sum(sample.is_fitted for sample in alone)
     if not known:
-        raise ValueError(f"there is no prefill on one device of at most {fit_up_to} tokens to fit to")
-    found = fit(found, dict(list(_ONE_DEVICE.items())[:known]), alone).cluster
-    groups = _SEVERAL if any(sample.is_fitted for sample in several) else {}
+        raise ValueError(f"there is no steady prefill on one device of at most {fit_up_to} tokens to fit to")
+    found = fit(found, dict(list(_ONE_DEVICE.items())[:known]), alone, limits=_LIMITS).cluster
+    if known := sum(sample.is_fitted for sample in several):
+        found = fit(found, dict(list(_SEVERAL.items())[:known]), several, limits=_LIMITS).cluster
     return Calibration(
-        cluster=fit(found, groups, several).cluster if groups else found,
+        cluster=found,
         operations=tuple(error for curve in curves.values() for error in _errors(curve)),
-        prefills=fit(fit(found, groups, several).cluster if groups else found, {}, [*alone, *several]),
+        prefills=fit(found, {}, [*alone, *several]),
     )
 
 
@@ -184,7 +193,7 @@ def _sample(config: GptOssConfig, row: Row, peak: float, fit_up_to: int) -> Samp
         name=f"{row['mesh']}, {row['prompt_tokens']} tokens",
         seconds=row["ttft_median_s"] * row["peak_tflop_per_s"] * 1e12 / peak,
         predict=functools.partial(_ttft, config, layout, row["prompt_tokens"]),
-        is_fitted=row["prompt_tokens"] <= fit_up_to,
+        is_fitted=row["prompt_tokens"] <= fit_up_to and row.get("steady", True),
     )
 
 

@@ -41,6 +41,7 @@ QUANTITIES: dict[str, tuple[str | None, str]] = {
     "launches": (None, "per_layer"),
     "host": (None, "seconds"),
     "engine": (None, "factor"),
+    "sharing": (None, "factor"),
     "memory_reserve": (None, "share"),
 }
 MEANINGS = {
@@ -62,9 +63,11 @@ MEANINGS = {
     "launches": "launches of a layer",
     "host": "time of a tick on the host that is not hidden",
     "engine": "time of an engine that serves over that of its operations",
+    "sharing": "time of several devices that share cores over the sum of what each one takes alone",
     "memory_reserve": "share of the memory that is left to the runtime and to fragmentation",
 }
-_OPTIONAL = {"all_to_all", "all_reduce", "permute"}  # which follow from the links where they are not given
+_FROM_LINKS = {"all_to_all", "all_reduce", "permute"}  # which follow from the links where they are not given
+_OPTIONAL = {*_FROM_LINKS, "sharing"}
 _DEVICE = {"name": str, "matmul_flops": float, "memory_bytes": int, "memory_bandwidth": float, "source": str}
 _NODE = {"devices": int, "network_cards": int, "network_bandwidth": float, "source": str}
 
@@ -193,7 +196,7 @@ class Cluster:
         node = _table(raw, "node", _NODE, {"links": list})
         quantities = _read_quantities(raw.get("quantity", {}))
         links = _read_links(node.get("links"), node["devices"])
-        for needed in _OPTIONAL - quantities.keys() if links is None and node["devices"] > 1 else ():
+        for needed in sorted(_FROM_LINKS - quantities.keys()) if links is None and node["devices"] > 1 else ():
             raise ValueError(f"quantity.{needed} is missing: without node.links it must be given")
         return cls(
             name=name,

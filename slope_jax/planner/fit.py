@@ -68,7 +68,12 @@ class Fit:
 
 
 def fit(
-    cluster: Cluster, groups: Mapping[str, Sequence[str]], samples: Sequence[Sample], *, leave_out: bool = False
+    cluster: Cluster,
+    groups: Mapping[str, Sequence[str]],
+    samples: Sequence[Sample],
+    *,
+    limits: Mapping[str, tuple[float, float]] | None = None,
+    leave_out: bool = False,
 ) -> Fit:
     """Multiplies groups of quantities by factors such that the fitted samples come out best.
 
@@ -76,6 +81,7 @@ def fit(
       cluster: where to start.
       groups: the quantities of each group, which get one factor (see `Cluster.scaled`).
       samples: measured times; those with `is_fitted` decide.
+      limits: the least and the most that the factor of a group may be, where there are such.
       leave_out: whether to fit once more for each fitted sample, without it.
 
     Raises:
@@ -89,13 +95,13 @@ def fit(
     chosen = [sample for sample in samples if sample.is_fitted]
     if len(chosen) < len(groups):
         raise ValueError(f"{len(groups)} groups of quantities cannot be fitted to {len(chosen)} times")
-    factors = _solve(cluster, groups, chosen) if groups else np.ones(0)
+    factors = _solve(cluster, groups, chosen, limits or {})
     found = cluster.scaled(_spread(groups, factors))
     left_out = {}
     if leave_out and len(chosen) > len(groups):
         for sample in chosen:
             others = [other for other in chosen if other is not sample]
-            without = cluster.scaled(_spread(groups, _solve(cluster, groups, others)))
+            without = cluster.scaled(_spread(groups, _solve(cluster, groups, others, limits or {})))
             left_out[sample.name] = sample.predict(without) / sample.seconds - 1
     return Fit(
         cluster=found,
@@ -110,8 +116,16 @@ def _spread(groups: Mapping[str, Sequence[str]], factors: NDArray[np.float64]) -
     return {name: float(f) for names, f in zip(groups.values(), factors, strict=True) for name in names}
 
 
-def _solve(cluster: Cluster, groups: Mapping[str, Sequence[str]], samples: Sequence[Sample]) -> NDArray[np.float64]:
+def _solve(
+    cluster: Cluster,
+    groups: Mapping[str, Sequence[str]],
+    samples: Sequence[Sample],
+    limits: Mapping[str, tuple[float, float]],
+) -> NDArray[np.float64]:
     """Gauss and Newton's steps in the logarithms of the factors, on relative errors."""
+    if not groups:
+        return np.ones(0)
+    least_logs, most_logs = np.log([limits.get(name, (1e-6, 1e6)) for name in groups]).T
 
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         moved = cluster.scaled(_spread(groups, np.exp(logs)))
@@ -127,7 +141,7 @@ def _solve(cluster: Cluster, groups: Mapping[str, Sequence[str]], samples: Seque
         weight = 1 / np.maximum(np.abs(now), _LEAST_ERROR) if step >= _REWEIGHTED_FROM else np.ones_like(now)
         matrix = slopes.T @ (weight[:, None] * slopes) + _DAMPING * np.eye(len(groups))
         change = np.linalg.solve(matrix, -slopes.T @ (weight * now))
-        logs = logs + np.clip(change, -_LARGEST_STEP, _LARGEST_STEP)
+        logs = np.clip(logs + np.clip(change, -_LARGEST_STEP, _LARGEST_STEP), least_logs, most_logs)
         if np.abs(change).max() < 1e-5:
             break
     now = errors(logs)

@@ -268,7 +268,9 @@ class OperationTimes:
         scale: dict[str, Any] = dict.fromkeys(parts, shape.ring * shape.ulysses)
         scale |= dict.fromkeys(("experts", "full_attention", "window_attention"), active * shape.ulysses)
         scale["host"] = 1 / shape.pp  # which is the same for all stages
-        return {name: seconds * scale[name] for name, seconds in parts.items()}
+        shared = shape.num_devices > 1 and "sharing" in self._cluster.quantities
+        factor = self._quantity("sharing") if shared else 1.0
+        return {name: factor * seconds * scale[name] for name, seconds in parts.items()}
 
 
 def tensor_collectives(

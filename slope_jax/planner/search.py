@@ -224,9 +224,10 @@ def baseline(
 ) -> Prediction | None:
     """Tensor parallelism over the devices of a node, a replica on each node; None where it does not fit."""
     size = cluster.devices_per_node
+    chunks = -(-num_tokens // _BASELINE_CHUNK)
     layout = Layout(
         shape=MeshShape(ulysses=size),
-        chunk_tokens=min(_BASELINE_CHUNK, num_tokens),
+        chunk_tokens=-(-num_tokens // chunks),
         split=TENSOR if size > 1 else SEQUENCE,
         expert_weights=expert_weights,
     )

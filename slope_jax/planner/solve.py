@@ -12,13 +12,14 @@ from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import Prediction, predict
 from slope_jax.planner.layout import Layout
 from slope_jax.planner.quantity import Curve
-from slope_jax.planner.search import Answer, answer
+from slope_jax.planner.search import Answer, Refused, meshes, of_mesh
 
 KERNELS: tuple[str, ...] = ("experts", "full_attention")
 LINKS: tuple[str, ...] = ("all_to_all", "all_reduce", "permute", "network")
 _MOST = 1024.0  # by which a quantity is multiplied at the most
 _PRECISION = 1e-3
 _MOST_NODES = 32
+_MOST_STAGES = 4
 _LAYOUTS = 6  # of how many of the best meshes the quantities are solved for
 _PEAK = 1.0  # no share can be larger
 
@@ -72,15 +73,22 @@ def nodes_needed(
 ) -> Requirement:
     """The smallest number of nodes with which one prompt meets a target: powers of two, and three times such.
 
-    More nodes are taken to be never slower, so fewer are looked at only when those that there are do.
+    More nodes are taken to be never slower, so fewer are looked at only when those that there are do; and all devices
+    are taken to work on the prompt in few stages, which is what makes one prompt fast.
     """
 
     def fastest(nodes: int) -> Layout | None:
-        try:
-            best = answer(config, cluster.with_nodes(nodes), num_tokens, None, expert_weights=expert_weights).best[0]
-        except ValueError:
-            return None  # nothing fits on so few
-        return best.layout if best.ttft_s <= target_s else None
+        larger = cluster.with_nodes(nodes)
+        for shape, split in meshes(larger.num_devices):
+            if shape.num_devices < larger.num_devices or shape.pp > _MOST_STAGES:
+                continue
+            found = of_mesh(config, larger, shape, split, num_tokens, expert_weights=expert_weights)
+            if isinstance(found, Refused):
+                continue
+            best = min(found, key=lambda p: p.ttft_s)
+            if best.ttft_s <= target_s:
+                return best.layout
+        return None
 
     counts = sorted({n for power in range(7) for n in (2**power, 3 * 2**power // 2) if 0 < n <= _MOST_NODES})
     more = [n for n in counts if n >= cluster.nodes]

@@ -1,0 +1,90 @@
+"""The plan program: tables, JSON, a plot, and clear errors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from slope_jax.launch import plan
+from slope_jax.launch.flags import StartError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _run(*arguments: str) -> str:
+    """What the program prints."""
+    values = flags.FlagValues()
+    plan.define_flags(values)
+    values(["plan", *arguments])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert plan.run(values) == 0
+    return printed.getvalue()
+
+
+def test_json_and_plot(tmp_path: pathlib.Path) -> None:
+    plot = tmp_path / "plan.png"
+    text = _run("--nodes=2", "--tokens=8192,16384", "--ttft_slo=1,1", "--format=json", f"--plot={plot}", "--solve")
+    answers = json.loads(text)["answers"]
+    assert [a["tokens"] for a in answers] == [8192, 16_384]
+    best = answers[0]["best"][0]
+    assert best["pp"] * best["ring"] * best["ulysses"] * best["replicas"] == 16
+    together = sum(best["parts"].values()) + best["bubble_s"]
+    assert together == pytest.approx(best["ttft_s"])
+    assert {r["change"] for r in answers[0]["requirements"]} >= {"attention and experts", "nodes"}
+    assert all(a["reading"]["sources"] for a in answers[0]["assumptions"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_explain_shows_one_mesh_in_full() -> None:
+    text = _run("--explain=2,2,8", "--tokens=32768", "--splits=sequence")
+    for part in ("== 2x2x8, 32,768 tokens ==", "full attention", "bubble", "memory of a device", "it hangs on"):
+        assert part in text
+    assert "EP" not in text
+
+
+def test_the_table_has_the_baseline_and_what_would_be_needed() -> None:
+    text = _run("--nodes=1", "--tokens=16384", "--ttft_slo=0.1", "--solve")
+    for part in ("TP  1x1x8 TP", "No configuration meets the target", "to meet 0.1 s, one change", "does not fit: 1x"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster=mi999"], "'mi999' is neither a machine that is known"),
+        (["--nodes=0"], "a cluster needs at least one node, not 0"),
+        (["--explain=1,1,1", "--tokens=1000"], "1x1x1 sequence, 1,000 tokens: needs"),
+        (["--explain=8,8,1"], "needs 64 devices, but there are 32"),
+        (["--explain=8,8"], "--explain takes pp,ring,ulysses, not 2 numbers"),
+        (["--tokens=1000", "--ttft_slo=-1"], "must be a positive number of seconds, not -1"),
+        (["--tokens=many"], "--tokens: invalid literal"),
+        (["--splits=banana"], "--splits: banana is not one of sequence, expert, tensor"),
+        (["--calibrate=missing.jsonl", "--config=mini"], "missing.jsonl: cannot be read"),
+    ],
+)
+def test_bad_input_gets_a_clear_error(arguments: list[str], message: str) -> None:
+    with pytest.raises(StartError) as caught:
+        _run(*arguments)
+    assert message in str(caught.value)
+
+
+def test_an_error_ends_the_program_without_a_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "slope_jax.launch.plan", "--nodes=0"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "a cluster needs at least one node, not 0" in done.stderr
+    assert "Traceback" not in done.stderr

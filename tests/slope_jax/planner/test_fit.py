@@ -1,0 +1,153 @@
+"""A fit finds what made the times, and keeps its hands off the samples that are kept for a test."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slope_jax import MeshShape
+from slope_jax.launch.make_checkpoint import PRESETS
+from slope_jax.planner import Cluster, Layout, predict
+from slope_jax.planner.calibrate import Correction, calibrate
+from slope_jax.planner.fit import Sample, fit
+from slope_jax.planner.operations import OperationTimes
+
+CLUSTER = Cluster.load("cpu")
+GROUPS = {"memory": ("memory",), "launch": ("launch",)}
+MINI = PRESETS["mini"].config()
+
+
+def _samples(truth: dict[str, float]) -> list[Sample]:
+    """Three times on a machine that differs by known factors; the last one is kept for a test."""
+
+    true = CLUSTER.scaled(truth)
+    return [
+        Sample(name=str(n), seconds=_seconds(n, true), predict=functools.partial(_seconds, n), is_fitted=n < 3)
+        for n in (1, 2, 3)
+    ]
+
+
+def _seconds(n: int, cluster: Cluster) -> float:
+    return n / cluster.curve("memory")() + cluster.curve("launch")() * 1e5
+
+
+def test_known_factors_are_found() -> None:
+    found = fit(CLUSTER, GROUPS, _samples({"memory": 1.5, "launch": 0.5}))
+    assert found.factors == pytest.approx({"memory": 1.5, "launch": 0.5}, rel=1e-3)
+    assert (found.fitted, found.tested) == (("1", "2"), ("3",))
+    assert found.largest_error() < 1e-3
+
+
+def test_the_sample_that_is_kept_has_no_part() -> None:
+    samples = _samples({"memory": 1.5, "launch": 0.5})
+    wrong = [*samples[:2], Sample(name="3", seconds=100.0, predict=samples[2].predict, is_fitted=False)]
+    found = fit(CLUSTER, GROUPS, wrong)
+    assert found.factors == pytest.approx({"memory": 1.5, "launch": 0.5}, rel=1e-3)
+    assert found.errors["3"] < -0.9
+
+
+def test_limits_hold() -> None:
+    found = fit(CLUSTER, GROUPS, _samples({"memory": 1.5, "launch": 0.5}), limits={"memory": (0.5, 1.2)})
+    assert found.factors["memory"] == pytest.approx(1.2)
+
+
+def test_fits_that_make_no_sense() -> None:
+    samples = _samples({})
+    with pytest.raises(ValueError, match="2 groups of quantities cannot be fitted to 1 times"):
+        fit(CLUSTER, GROUPS, [samples[0], samples[2]])
+    with pytest.raises(ValueError, match="two samples have one name"):
+        fit(CLUSTER, GROUPS, [samples[0], samples[0]])
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Lines of a benchmark on a machine that the planner describes exactly, with other quantities than `CLUSTER`."""
+    peak = 0.2e12
+    true = CLUSTER.scaled(
+        {"dense": 1.2, "experts": 1.3, "full_attention": 2.0, "memory": 0.8, "launch": 3.0, "sharing": 1.3}
+    )
+    common: dict[str, Any] = {
+        "model": "mini",
+        "expert_weights": "bfloat16",
+        "dtype": "bfloat16",
+        "peak_tflop_per_s": peak / 1e12,
+    }
+    true = dataclasses.replace(true, matmul_flops=peak)
+    rows: list[dict[str, Any]] = []
+    for tokens in (512, 4096):
+        layout = Layout(shape=MeshShape(), chunk_tokens=tokens, expert_weights="bfloat16")
+        seconds, _ = OperationTimes(MINI, true, layout).expert_layer(tokens, 1)
+        rows.append(common | {"kind": "operation", "operation": "experts", "tokens": tokens, "seconds": seconds})
+    for tokens in (1024, 8192):
+        share = true.attention(64)(tokens)
+        row = {"kind": "operation", "operation": "full_attention", "tokens": tokens, "share_of_peak": share}
+        rows.append(common | row | {"seconds": 1.0})
+    window = {"kind": "operation", "operation": "window_attention", "tokens": 8192, "share_of_peak": 0.1}
+    rows.append(common | window | {"seconds": 1.0})
+    for mesh in ("1x1x1", "2x2x2"):
+        shape = MeshShape(*map(int, mesh.split("x")))
+        for tokens in (512, 2048, 4096, 8192, 16_384):
+            layout = Layout(shape=shape, chunk_tokens=4096, expert_weights="bfloat16")
+            row = {"kind": "prefill", "prompt_tokens": tokens, "concurrency": 1, "chunk_tokens": 4096, "mesh": mesh}
+            rows.append(common | row | {"ttft_median_s": predict(MINI, true, layout, tokens).ttft_s})
+    return [dict(row) | {"devices": 8 if row.get("mesh") == "2x2x2" else 1} for row in rows]
+
+
+def test_calibration_finds_a_machine_that_it_can_describe() -> None:
+    rows = json.loads(json.dumps(_rows()))
+    found = calibrate(MINI, CLUSTER, rows)
+    assert found.prefills.largest_error() < 0.03
+    assert set(found.prefills.fitted) == {
+        f"{mesh}, {n} tokens" for mesh in ("1x1x1", "2x2x2") for n in (512, 2048, 4096)
+    }
+    points = {(e.operation, e.at): e.value for e in found.operations}
+    assert points["full_attention", 8192] == pytest.approx(CLUSTER.attention(64)(8192) * 2.0)
+    assert points["experts", 512.0] == pytest.approx(CLUSTER.curve("experts")() * 1.3, rel=0.05)
+
+
+def test_a_busy_machine_is_taken_relative_to_its_peak() -> None:
+    """Half the lines at half the speed, which their peaks say."""
+    slow = [
+        row | {k: row[k] * f for k, f in (("peak_tflop_per_s", 0.5), ("ttft_median_s", 2.0)) if k in row}
+        if row["kind"] == "prefill" and row["prompt_tokens"] > 4096
+        else row
+        for row in _rows()
+    ]
+    assert calibrate(MINI, CLUSTER, slow).prefills.largest_error() < 0.03
+
+
+def test_calibrations_that_make_no_sense() -> None:
+    rows = _rows()
+    for wrong, message in (
+        ([row for row in rows if row["kind"] != "prefill"], "no line of kind prefill"),
+        ([*rows, rows[0] | {"model": "tiny"}], "several models: mini, tiny"),
+        (
+            [row for row in rows if row.get("prompt_tokens", 0) > 4096],
+            "no steady prefill on one device of at most 4096 tokens",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate(MINI, CLUSTER, wrong)
+
+
+def test_a_running_correction_follows_the_machine() -> None:
+    correction = Correction(fading=0.2)
+    assert correction.factor == 1.0
+    correction.observe(1.0, 1.5)
+    assert correction.factor == pytest.approx(1.5)  # the first observation is all that is known
+    random = np.random.default_rng(0)
+    for noise in random.lognormal(0.0, 0.1, 100):
+        correction.observe(2.0, 4.0 * noise)
+    assert correction.factor == pytest.approx(2.0, rel=0.1)
+    before = correction.factor
+    correction.observe(1.0, 20.0)  # one slow prompt
+    assert correction.factor < 2 * before
+    for expected, actual in ((0.0, 1.0), (1.0, -1.0)):
+        with pytest.raises(ValueError, match="times must be positive"):
+            correction.observe(expected, actual)
+    with pytest.raises(ValueError, match="fading must be between 0 and 1"):
+        Correction(fading=1.0)

@@ -1,0 +1,65 @@
+"""Sizes of dense and mixture-of-experts models are read from their config.json, and parts without counts refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from slope_jax.model.config import FULL, SLIDING
+from slope_jax.planner.models import read_model, sizes_of
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32_768,
+    "sliding_window": None,
+}
+
+
+def test_a_mixture_of_experts(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    model = read_model(tmp_path)
+    config = model.config
+    assert (config.num_experts, config.experts_per_token, config.head_dim) == (8, 2, 128)
+    assert config.layer_types == (FULL,) * 32
+    assert model.expert_weights == "bfloat16"
+
+
+def test_a_dense_model_is_one_expert() -> None:
+    raw = MIXTRAL | {"num_local_experts": None, "sliding_window": 4096, "num_key_value_heads": None}
+    config = sizes_of(raw)
+    assert (config.num_experts, config.experts_per_token, config.num_kv_heads) == (1, 1, 32)
+    assert config.layer_types == (SLIDING,) * 32
+
+
+def test_gpt_oss_is_packed() -> None:
+    assert read_model("gpt-oss-120b").expert_weights == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 512}, "no counts for a model with kv_lora_rank"),
+        ({"n_shared_experts": 1}, "no counts for a model with n_shared_experts"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
+        ({"layer_types": [FULL]}, "layer_types has 1 entries for 32 layers"),
+        ({"num_key_value_heads": 5}, "32 query heads cannot be divided among 5 KV heads"),
+    ],
+)
+def test_models_that_cannot_be_planned_for(tmp_path: pathlib.Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL | change))
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        read_model(path)
+    with pytest.raises(ValueError, match="neither a published model"):
+        read_model(tmp_path / "missing")
