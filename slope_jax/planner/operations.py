@@ -1,8 +1,8 @@
 """Seconds of each operation of each stage in each tick.
 
-What there is to do comes from `model.cost`, the counts that the audit and the benchmark use; how fast it is done comes
-from the cluster's quantities and from its fabric. A product takes as long as its operations or its bytes in memory,
-whichever is longer. Every rank of a stage does the same, as the zigzag layout sees to.
+What there is to do comes from `model.cost`, the counts that the audit and the benchmark use, and `model.kernel_cost`;
+how fast it is done comes from the cluster's quantities and from its fabric. A product takes as long as its operations
+or its bytes in memory, whichever is longer. Every rank of a stage does the same, as the zigzag layout sees to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from slope_jax.mesh import pass_choice
 from slope_jax.mesh.axes import RING, ULYSSES
-from slope_jax.model import cost
+from slope_jax.model import cost, kernel_cost
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
 from slope_jax.model.cost import Collective
 from slope_jax.planner.devices import Cluster
@@ -87,11 +87,10 @@ class OperationTimes:
         self._plan = stages_of(config.layer_types, layout.shape.pp)
         self._dtype = DTYPES[layout.dtype]
         self._fabric = Fabric(cluster, layout.shape)
-        one = dataclasses.replace(config, layer_types=(FULL,))
-        self._token = cost.chunk_operations(one, 0, 1, is_last=True)  # of one token in one layer
-        packed = layout.expert_weights == "mxfp4"
-        self._weights = cost.checkpoint_bytes(one, packed=packed)
-        self._elementwise = cost.elementwise_bytes(config, self._dtype)
+        self._one, self._window = (dataclasses.replace(config, layer_types=(kind,)) for kind in (FULL, SLIDING))
+        self._token = cost.chunk_operations(self._one, 0, 1, is_last=True)  # of one token in one layer
+        self._weights = cost.checkpoint_bytes(self._one, packed=layout.expert_weights == "mxfp4")
+        self._elementwise = kernel_cost.elementwise_bytes(config, self._dtype)
         self._bytes_per_s = cluster.memory_bandwidth * cluster.curve("memory")()
         kinds = [[config.layer_types[i] for i in stage if i is not None] for stage in self._plan.layers]
         self._full = np.array([k.count(FULL) for k in kinds], np.float64)[:, None]
@@ -182,27 +181,23 @@ class OperationTimes:
         experts = c.num_experts // parted
         per_expert = pairs / experts
         tile = int(min(max(1 << int(np.log2(max(per_expert, 1))), _TILES[0]), _TILES[1]))
-        rows = cost.grouped_rows(pairs, experts, tile)
+        rows = kernel_cost.grouped_rows(pairs, experts, tile)
         share = self._quantity("experts", per_expert)
         operations = self._token.experts / c.experts_per_token / layout.tensor_ranks  # of a pair
         compute = rows * operations / (self._cluster.matmul_flops * share)
-        used = cost.used_experts(pairs, experts)
+        used = kernel_cost.used_experts(pairs, experts)
         stream = used * self._weights.experts / c.num_experts / layout.tensor_ranks / self._bytes_per_s
         seconds = max(compute, stream) + self._quantity("expert_overlap") * min(compute, stream)
         return seconds, compute * (1 - pairs / rows) if compute > stream else 0.0
 
     def attention_layer(self, start: int, length: int, active: int) -> tuple[float, float]:
         """Full attention and window attention of one layer on a device."""
-        c, layout = self._config, self._layout
-        heads = 4 * c.num_heads * c.head_dim / layout.shape.ulysses
-        share = self._cluster.attention(c.head_dim)(2 * start + length)
-        peak = self._cluster.matmul_flops
+        rate = self._cluster.matmul_flops * active * self._layout.shape.ulysses
+        full, sliding = (cost.chunk_operations(one, start, length, is_last=False) for one in (self._one, self._window))
+        share = self._cluster.attention(self._config.head_dim)(2 * start + length)
         return (
-            heads * cost.visible_keys(start, length) / active / (peak * share),
-            heads
-            * cost.visible_keys(start, length, c.sliding_window)
-            / active
-            / (peak * self._quantity("window_attention")),
+            full.full_attention / (rate * share),
+            sliding.window_attention / (rate * self._quantity("window_attention")),
         )
 
     def _collectives(self, bucket: int, ring_block: int, ring_pass: str) -> list[tuple[str, Collective, float]]:

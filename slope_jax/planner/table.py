@@ -228,10 +228,12 @@ def _row(p: Prediction, target_s: float | None, mark: str) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """A share, a factor, a time or a rate with three digits."""
+    """A share, a factor, a time or a rate with three digits; what is below a hundredth is a time."""
     if value >= 1e6:
         return f"{value / 1e9:.3g} GB/s"
-    return f"{value * 1e6:.3g} us" if 0 < value < 5e-3 else f"{value:.3g}"
+    if 0 < value < 1e-3:
+        return f"{value * 1e6:.3g} us"
+    return f"{value * 1e3:.3g} ms" if 0 < value < 1e-2 else f"{value:.3g}"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: set[str]) -> str:
