@@ -6,8 +6,9 @@
     python -m slope_jax.launch.plan --cluster=cpu --nodes=1 --config=mini --calibrate=bench.jsonl
 
 Nothing runs on a device, and nothing is compiled: times are predicted from sizes (see `slope_jax.planner`). With
---calibrate the quantities of the cluster are first fitted to lines of `slope_jax.launch.bench`, and the program says
-how well each line is met; without --explain it ends there. The exit status is 2 when the input makes no sense.
+--calibrate the program fits the quantities of the cluster to lines of `slope_jax.launch.bench`, says how well each line
+is met, and writes the machine to --save_cluster, a file for --cluster. The exit status is 2 when the input makes no
+sense.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from slope_jax.model.published import PUBLISHED
 from slope_jax.planner import Cluster, Prediction, known_devices, plan
 from slope_jax.planner.assumptions import assumptions
 from slope_jax.planner.calibrate import calibrate
+from slope_jax.planner.devices import to_toml
 from slope_jax.planner.layout import EXPERT, SEQUENCE, TENSOR
 from slope_jax.planner.models import PlannedModel, read_model
 from slope_jax.planner.search import Refused, check_lengths, of_mesh, rank
@@ -97,10 +99,10 @@ def run(values: flags.FlagValues) -> int:
         if values.calibrate:
             rows = [row for path in values.calibrate for row in read_rows(path)]
             calibration = calibrate(model.config, cluster, rows, fit_up_to=values.fit_up_to)
-            print(format_calibration(calibration) + "\n")
-            cluster = calibration.cluster
-            if not values.explain:
-                return 0
+            print(format_calibration(calibration))
+            if values.save_cluster:
+                _write(pathlib.Path(values.save_cluster), to_toml(calibration.cluster))
+            return 0
         tokens = numbers("tokens", values.tokens, int)
         splits = values.splits
         if unknown := sorted(set(splits) - set(_SPLITS)):
@@ -122,9 +124,10 @@ def run(values: flags.FlagValues) -> int:
         if values.plot:
             from slope_jax.planner.plot import plot  # matplotlib is needed for nothing else
 
-            if not pathlib.Path(values.plot).absolute().parent.is_dir():
-                raise ValueError(f"--plot={values.plot}: there is no such folder")
-            plot(found, values.plot)
+            try:
+                plot(found, values.plot)
+            except OSError as error:
+                raise ValueError(f"{values.plot}: cannot be written: {error.strerror}") from error
     except ValueError as error:
         raise StartError(str(error)) from error
     if values.format == "json":
@@ -132,6 +135,13 @@ def run(values: flags.FlagValues) -> int:
     else:
         print(format_plan(found, values.rows, assumed, solved))
     return 0
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def main(argv: Sequence[str]) -> None:
@@ -171,8 +181,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("explain", [], "pp,ring,ulysses: show this mesh in full.", flag_values=values)
     flags.DEFINE_bool("solve", False, "Say what would have to be true for the targets to be met.", flag_values=values)
     flags.DEFINE_list(
-        "calibrate", [], "Files with lines of the benchmark, to which the cluster is fitted first.", flag_values=values
+        "calibrate", [], "Files with lines of the benchmark, to which to fit the cluster.", flag_values=values
     )
+    flags.DEFINE_string("save_cluster", None, "TOML file to write the calibrated cluster to.", flag_values=values)
     flags.DEFINE_integer(
         "fit_up_to", 4096, "Calibrate to prefills of at most so many tokens; compare the others.", flag_values=values
     )

@@ -10,6 +10,7 @@ that is not a data-sheet number is a quantity: a curve of points, each with a so
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -213,6 +214,27 @@ class Cluster:
             quantities=quantities,
             sources=(device["source"], node["source"]),
         )
+
+
+def to_toml(cluster: Cluster) -> str:
+    """A file from which `Cluster.load` reads the same machine, for one that was calibrated."""
+    lines = ["[device]", f"name = {json.dumps(cluster.device)}", f"matmul_flops = {cluster.matmul_flops!r}"]
+    lines += [f"memory_bytes = {cluster.memory_bytes}", f"memory_bandwidth = {cluster.memory_bandwidth!r}"]
+    lines += ["shares_cores = true"] * cluster.shares_cores + [f"source = {json.dumps(cluster.sources[0])}", ""]
+    lines += ["[node]", f"devices = {cluster.devices_per_node}", f"network_cards = {cluster.network_cards}"]
+    lines += [f"network_bandwidth = {cluster.network_bandwidth!r}", f"source = {json.dumps(cluster.sources[1])}"]
+    if cluster.links is not None:
+        lines += ["links = [", *(f"  {list(row)}," for row in cluster.links), "]"]
+    for known, curve in cluster.quantities.items():
+        name, _, head_dim = known.partition("/")
+        place, unit = QUANTITIES[name]
+        for point in curve.points:
+            lines += ["", f"[[quantity.{name}]]"] + ([f"head_dim = {head_dim}"] if head_dim else [])
+            if place is not None:
+                lines.append(f"{place} = {point.at or 1.0!r}")  # one point holds everywhere
+            lines += [f"{unit} = {point.value!r}", f"low = {point.low!r}", f"high = {point.high!r}"]
+            lines += [f"status = {json.dumps(point.status)}", f"source = {json.dumps(point.source)}"]
+    return "\n".join(lines) + "\n"
 
 
 def known_devices() -> tuple[str, ...]:

@@ -56,6 +56,22 @@ def test_the_table_has_the_baseline_and_what_would_be_needed() -> None:
         assert part in text
 
 
+def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
+    common = {"kind": "prefill", "model": "mini", "mesh": "1x1x1", "devices": 1, "dtype": "bfloat16", "concurrency": 1}
+    common |= {"expert_weights": "bfloat16", "chunk_tokens": 4096, "peak_tflop_per_s": 0.2, "steady": True}
+    rows = [common | {"prompt_tokens": n, "ttft_median_s": n / 800} for n in (1024, 4096, 8192)]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    machine = tmp_path / "machine.toml"
+    common_flags = ["--config=mini", "--nodes=1"]
+    text = _run("--cluster=cpu", *common_flags, f"--calibrate={tmp_path / 'bench.jsonl'}", f"--save_cluster={machine}")
+    assert [line.split()[-2] for line in text.splitlines()[-3:]] == ["fitted", "fitted", "test"]
+    explained = _run(f"--cluster={machine}", *common_flags, "--explain=1,1,1", "--tokens=4096")
+    assert "== 1x1x1, 4,096 tokens ==" in explained
+    ttft = float(next(line for line in explained.splitlines() if line.startswith("together")).split()[-1])
+    error = next(line.split()[-1] for line in text.splitlines() if line.startswith("1x1x1, 4096 tokens"))
+    assert ttft == pytest.approx(4096 / 800 * 1e3 * (1 + float(error.rstrip("%")) / 100), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import pytest
 
 from slope_jax.planner import Cluster, known_devices
-from slope_jax.planner.devices import FOLDER, QUANTITIES
+from slope_jax.planner.devices import FOLDER, QUANTITIES, to_toml
 from slope_jax.planner.quantity import STATUSES
 
 NAMES = ("a100", "cpu", "h100", "h200", "mi250", "mi300x")
@@ -38,6 +39,14 @@ def test_a_file_of_ones_own(tmp_path: pathlib.Path) -> None:
     path.write_text((FOLDER / "mi250.toml").read_text().replace("memory_bytes = 68_719_476_736", "memory_bytes = 7"))
     assert Cluster.load(path).memory_bytes == 7
     assert Cluster.load(str(path)).name == "mine"
+
+
+def test_what_is_written_is_read_back(tmp_path: pathlib.Path) -> None:
+    for name in NAMES:
+        path = tmp_path / f"{name}.toml"
+        cluster = Cluster.load(name)
+        path.write_text(to_toml(cluster), encoding="utf-8")
+        assert dataclasses.asdict(Cluster.load(path)) == dataclasses.asdict(cluster)
 
 
 @pytest.mark.parametrize(
