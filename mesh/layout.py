@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slope_jax.mesh.axes import MeshShape
+from slope_jax.mesh.axes import ULYSSES, MeshShape
 
 PAD_POSITION = np.iinfo(np.int32).max  # of slots without a token: later than every query, so never attended to
 
@@ -110,6 +110,14 @@ def prompt_positions(num_tokens: int, chunk_tokens: int, ring: int, window: int)
     return [np.concatenate([chunk[rank].positions for chunk in chunks]) for rank in range(ring)]
 
 
+def sequence_rank(ranks: int) -> jax.Array:
+    """Which part of its ring rank's tokens a device holds, when these are spread over `ranks` ulysses ranks.
+
+    They are spread over all of them, or over 1: then every ulysses rank holds all.
+    """
+    return jax.lax.axis_index(ULYSSES) % ranks
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkView:
@@ -138,9 +146,9 @@ class ChunkView:
         positions, table = packed[_SCALARS : _SCALARS + tokens], packed[_SCALARS + tokens :]
         return ChunkView(num_tokens, split, cached, slot, positions, table)
 
-    def local_rows(self, values_T: jax.Array, ulysses: int, rank: jax.Array) -> jax.Array:
-        """The entries of a per-slot array that belong to one ulysses rank."""
-        return jax.lax.dynamic_index_in_dim(values_T.reshape(-1, ulysses), rank, axis=1, keepdims=False)
+    def local_rows(self, values_T: jax.Array, ranks: int) -> jax.Array:
+        """The entries of a per-slot array that belong to this device, of slots spread over `ranks` ulysses ranks."""
+        return jax.lax.dynamic_index_in_dim(values_T.reshape(-1, ranks), sequence_rank(ranks), axis=1, keepdims=False)
 
     def valid_T(self) -> jax.Array:
         """Which slots of this ring rank hold tokens."""
