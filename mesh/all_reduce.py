@@ -8,8 +8,8 @@ for each value of the sum, U being the devices of the axis. `flat` waits least a
 The last two are the forms of the all-reduce by direct access to the memory of other GPUs (DDA) that Meta describes in
 "Scaling LLM Inference" (2025); the reduce-scatter is an all-to-all and a local sum.
 
-`flat` and `tree` send values as the caller packs them, and add them up in float32. `psum` sends float32: a collective sum
-of bfloat16 is one of float32 on CPU anyway, where XLA widens it, and elsewhere it rounds at every step of the way.
+`flat` and `tree` send values as the caller packs them, and add them up in float32. `psum` sends float32: a collective
+sum of bfloat16 is one of float32 on CPU anyway, where XLA widens it, and elsewhere it rounds at every step of the way.
 
 All devices must get the same bits where they go on with the same work, such as choosing the experts of a token. `flat`
 and `tree` add up in the order of the devices; the algorithms behind `psum` add up each value in one place.
