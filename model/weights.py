@@ -1,9 +1,9 @@
 """From the tensors of a checkpoint to the sharded parameters of `GptOss`.
 
-Every process reads only the bytes that its own devices need, and each of them once (but for tensor parallelism, where
-several ranks may need a KV head, and what is scattered over an expert is cut out of the whole expert). Large shards are built piece by
-piece, so that the host never holds more than a few pieces beside the device arrays, and in jitted functions that
-unpack, transpose and de-interleave on the device.
+Every process reads only the bytes that its own devices need, and each of them once. Tensor parallelism is different in
+that several ranks may have a KV head, and that what is scattered over an expert is cut out of the whole expert. Large
+shards are built piece by piece, so that the host never holds more than a few pieces beside the device arrays, and in
+jitted functions that unpack, transpose and de-interleave on the device.
 """
 
 from __future__ import annotations
