@@ -32,7 +32,6 @@ def prompts_of(directory: pathlib.Path, model: TinyModel, lengths: tuple[int, ..
     ("model", "shape", "form", "experts", "ring_pass"),
     [
         (TOY8, MeshShape(1, 1, 2), "tree", "bfloat16", "auto"),
-        (TOY8, MeshShape(1, 2, 2), "tree", "mxfp4", "q"),
         (TOY8, MeshShape(2, 2, 2), "flat", "bfloat16", "kv"),
         (TOY_IRREGULAR, MeshShape(2, 1, 2), "flat", "mxfp4", "auto"),  # stages with empty slots
         # Four ranks have each KV head, and six no part of an expert.
@@ -54,10 +53,12 @@ def test_every_mesh_and_form(
     assert it.memory().weights == weights
 
 
-def test_short_prompts(checkpoint: WriteCheckpoint) -> None:
+def test_short_prompts_and_chunks(checkpoint: WriteCheckpoint) -> None:
+    """With queries going round the ring."""
     directory = checkpoint(TOY8)
-    prompts = prompts_of(directory, TOY8, (1, 2, 9))
-    it = engine(directory, MeshShape(1, 2, 2), tensor_parallel=True, chunk_tokens=16)
+    prompts = prompts_of(directory, TOY8, (1, 2, 9, 40))
+    options: dict[str, Any] = {"all_reduce": "tree", "expert_weights": "mxfp4", "ring_pass": "q", "chunk_tokens": 16}
+    it = engine(directory, MeshShape(1, 2, 2), tensor_parallel=True, kv_cache_tokens=64, **options)
     check(directory, prompts, it.prefill(prompts))
 
 
