@@ -25,7 +25,7 @@ from absl import app, flags
 from slope_jax.audit import Audit, audit
 from slope_jax.launch.flags import StartError, mesh_shape
 from slope_jax.mesh import pass_choice
-from slope_jax.mesh.all_reduce import FORMS
+from slope_jax.mesh.all_reduce import FORMS, PSUM
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.distributed import run_program
 from slope_jax.model.published import PUBLISHED, find_config
@@ -184,6 +184,8 @@ def run() -> int:
         raise StartError(str(error)) from error
     seconds, peak = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"# {values.config} on {shape} (pp x ring x ulysses), {values.dtype}, experts in {values.expert_weights}")
+    if values.tensor_parallel:
+        print(f"\ntensor parallelism over ulysses, all-reduce as {values.all_reduce or PSUM}")
     print(f"\n{values.tokens} tokens in chunks of at most {values.chunk_tokens}\n")
     print(format_audit(found))
     print(f"\nThe audit took {seconds:.0f} s and {peak / 2**30:.2f} GiB.")

@@ -8,10 +8,10 @@ Causal work is then the same on all m ranks:
                 [ 0 | 5 ]     [ 1 | 4 ]     [ 2 . 3 ]       | is the split, rank 2 has none: 2 and 3 are neighbours
 
 Slot i of a ring rank is row i // ulysses of its ulysses rank i % ulysses, so padding is spread evenly, and where a
-token lies does not depend on the bucket. All ranks take part once a chunk has 2 * ring * (window - 1) tokens; below
-that, m is as large as keeps every segment at least window - 1 long. So the keys that a segment's window needs from
-before it always lie at the end of the one segment before it, on a neighbour (see `halo`), and the last tokens of a
-chunk, which the next chunk needs, lie on rank 0, which needs them.
+token lies does not depend on the bucket. (In tensor parallelism every ulysses rank holds all slots.) All ranks take
+part once a chunk has 2 * ring * (window - 1) tokens; below that, m is as large as keeps every segment at least window -
+1 long. So the keys that a segment's window needs from before it always lie at the end of the one segment before it, on
+a neighbour (see `halo`), and the last tokens of a chunk, which the next chunk needs, lie on rank 0, which needs them.
 """
 
 from __future__ import annotations

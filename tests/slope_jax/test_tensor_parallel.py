@@ -17,6 +17,7 @@ from slope_jax.model.config import load_config
 from slope_jax.model.gpt_oss import abstract_model
 from slope_jax.model.stages import plan_stages
 from slope_jax.model.tensor_split import TensorSplit
+from slope_jax.programs import TickPrograms
 from tests.oracle import golden
 from tests.oracle.checkpoints import TOY, TOY8, TOY_IRREGULAR, WIDE, TinyModel, WriteCheckpoint
 from tests.slope_jax.engines import check, engine, steady_prompt
@@ -104,6 +105,17 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Engine.load(toy_dir, mesh=shape, **{"tensor_parallel": True, **options})
+
+
+def test_programs_of_every_form_are_kept_apart(toy_dir: pathlib.Path) -> None:
+    config, shape = load_config(toy_dir), MeshShape(1, 1, 2)
+    options: dict[str, Any] = {"dtype": "float32", "packed_experts": True, "expert_parallel": False}
+    options |= {"chunk_tokens": 64, "kv_cache_tokens": 64, "block_q": 8, "block_kv": 16, "page_tokens": 8}
+    plan = plan_stages(config.layer_types, 1)
+    forms = (None, "psum", "flat", "tree")
+    made = [TickPrograms.of(config, plan, shape, ring_pass="kv", all_reduce=form, **options) for form in forms]
+    assert len({repr(programs) for programs in made}) == 4
+    assert [programs.rows(64) for programs in made] == [32, 64, 64, 64]
 
 
 def test_a_split_that_no_mesh_has_is_refused(toy_dir: pathlib.Path) -> None:
