@@ -80,13 +80,13 @@ def test_context_and_tensor_parallelism_are_measured_on_the_same_mesh(tmp_path: 
     mesh = MeshShape(1, 1, 2)
     settings = bench.Settings(
         model="tiny",
-        num_layers=2,
+        num_layers=1,
         meshes=(mesh,),
         cases=bench_prefill.product_of((mesh,), (30,), (1,)),
         expert_weights=("bfloat16",),
         parallelism=("context", "tensor"),
         all_reduce="tree",
-        options={"dtype": "bfloat16", "chunk_tokens": 32},
+        options={"dtype": "bfloat16", "chunk_tokens": 16},
         prefill=True,
         operations=False,
         repeats=1,
