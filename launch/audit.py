@@ -25,6 +25,7 @@ from absl import app, flags
 from slope_jax.audit import Audit, audit
 from slope_jax.launch.flags import StartError, mesh_shape
 from slope_jax.mesh import pass_choice
+from slope_jax.mesh.all_reduce import FORMS, PSUM
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.distributed import run_program
 from slope_jax.model.published import PUBLISHED, find_config
@@ -174,6 +175,8 @@ def run() -> int:
             dtype=values.dtype,
             expert_weights=values.expert_weights,
             expert_parallel=values.expert_parallel,
+            tensor_parallel=values.tensor_parallel,
+            all_reduce=values.all_reduce,
             chunk_tokens=values.chunk_tokens,
             ring_pass=values.ring_pass,
         )
@@ -181,6 +184,8 @@ def run() -> int:
         raise StartError(str(error)) from error
     seconds, peak = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"# {values.config} on {shape} (pp x ring x ulysses), {values.dtype}, experts in {values.expert_weights}")
+    if values.tensor_parallel:
+        print(f"\ntensor parallelism over ulysses, all-reduce as {values.all_reduce or PSUM}")
     print(f"\n{values.tokens} tokens in chunks of at most {values.chunk_tokens}\n")
     print(format_audit(found))
     print(f"\nThe audit took {seconds:.0f} s and {peak / 2**30:.2f} GiB.")
@@ -203,6 +208,10 @@ def define_flags() -> None:
     flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
     flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
     flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis instead of replicating them.")
+    flags.DEFINE_bool("tensor_parallel", False, "Split the weights of layers over the ulysses axis, not the tokens.")
+    flags.DEFINE_enum(
+        "all_reduce", None, FORMS, "How --tensor_parallel adds up over the ulysses axis; psum by default."
+    )
     flags.DEFINE_enum("ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.")
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.", lower_bound=1)
     flags.DEFINE_bool("json", False, "Also print the main numbers as one line of JSON.")

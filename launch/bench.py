@@ -4,10 +4,12 @@
     python -m slope_jax.launch.bench --model=mini --cases=mini --cpu_devices=8 --plot=mini.png > mini.jsonl
     python -m slope_jax.launch.bench --model=mini --operations --noprefill --meshes=1x1x1,2x2x2 --cpu_devices=8
     python -m slope_jax.launch.bench --model=mini --startup
+    python -m slope_jax.launch.bench --model=mini --meshes=1x1x2 --parallelism=context,tensor --cpu_devices=2
 
 Prints one JSON object per line. Its `kind` is "engine" (a mesh was loaded and warmed up: seconds, memory), "prefill" (a
 batch of prompts of one length), "operation" (a part of a tick, with --operations), or "startup" (two starts of the
-program, of which the second finds the compiled programs of the first; with --startup). The `relative_time` of a prefill
+program, of which the second finds the compiled programs of the first; with --startup). `parallelism` says what the
+ulysses axis divides, the context or the weights. The `relative_time` of a prefill
 is its time relative to that of the first row with the same prompts, each as a multiple of what the machine could do.
 
 Every time stands beside the matmul peak measured right before and after it. A time whose two peaks differ by more than
@@ -39,13 +41,17 @@ from slope_jax.launch.flags import StartError, mesh_shape, setup_runtime
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.launch.random_weights import RandomSource
 from slope_jax.launch.timing import MatmulPeak
+from slope_jax.mesh.all_reduce import FORMS
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.distributed import run_program
 from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.published import PUBLISHED, published_config
 
 Row = dict[str, Any]
-_FLAGS_OF_THEIR_OWN = {"checkpoint", "mesh", "expert_weights", "dtype", "chunk_tokens", "devices"}
+CONTEXT, TENSOR = "context", "tensor"
+_FLAGS_OF_THEIR_OWN = {
+    "checkpoint", "mesh", "expert_weights", "tensor_parallel", "all_reduce", "dtype", "chunk_tokens", "devices"
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,8 @@ class Settings:
       meshes: each of these is measured, the first one first.
       cases: the prefills.
       expert_weights: each of these is measured, the first one first.
+      parallelism: likewise, `CONTEXT` or `TENSOR`, over the ulysses axis.
+      all_reduce: of tensor parallelism, as of `Engine.load`.
       options: further arguments of `Engine.load`.
       prefill: whether to measure prefills.
       operations: whether to measure single operations and exchanges.
@@ -70,6 +78,8 @@ class Settings:
     meshes: tuple[MeshShape, ...]
     cases: tuple[PrefillCase, ...]
     expert_weights: tuple[str, ...]
+    parallelism: tuple[str, ...]
+    all_reduce: str | None
     options: dict[str, Any]
     prefill: bool
     operations: bool
@@ -107,11 +117,17 @@ def measure(settings: Settings) -> Iterator[Row]:
     peak = MatmulPeak(jax.devices())
     common = _common(settings)
     first_shares: dict[tuple[int, int], float] = {}
-    for expert_weights, mesh in itertools.product(settings.expert_weights, settings.meshes):
+    for expert_weights, mesh, parallelism in itertools.product(
+        settings.expert_weights, settings.meshes, settings.parallelism
+    ):
+        options = settings.options
+        if parallelism == TENSOR:
+            options = options | {"tensor_parallel": True, "all_reduce": settings.all_reduce}
         cases = [case for case in settings.cases if case.mesh == mesh]
-        engine, row = load_engine(source, mesh, cases, expert_weights, settings.options)
+        engine, row = load_engine(source, mesh, cases, expert_weights, options)
         shared = common | {"mesh": str(mesh), "devices": mesh.num_devices, "dtype": engine.dtype}
-        shared |= {"expert_weights": expert_weights}
+        shared |= {"expert_weights": expert_weights, "parallelism": parallelism}
+        shared |= {"all_reduce": engine.programs.split.form if parallelism == TENSOR else None}
         yield {"kind": "engine"} | shared | row
         if settings.operations:
             for row in bench_operations.rows(engine, peak, settings.max_tries):
@@ -204,12 +220,18 @@ def read_settings(values: flags.FlagValues) -> Settings:
     else:
         cases = bench_prefill.CASES[values.cases]
         meshes = tuple(dict.fromkeys(case.mesh for case in cases))
+    if not values.parallelism or set(values.parallelism) - {CONTEXT, TENSOR}:
+        raise ValueError(f"--parallelism={','.join(values.parallelism)}: it lists {CONTEXT}, {TENSOR}, or both")
+    if values.all_reduce and TENSOR not in values.parallelism:
+        raise ValueError(f"--all_reduce={values.all_reduce} is of no use without --parallelism={TENSOR}")
     return Settings(
         model=values.model,
         num_layers=values.num_layers,
         meshes=meshes,
         cases=cases,
         expert_weights=tuple(values.expert_weights),
+        parallelism=tuple(values.parallelism),
+        all_reduce=values.all_reduce,
         options={"dtype": values.dtype, "chunk_tokens": values.chunk_tokens} | parse_options(values.option),
         prefill=values.prefill,
         operations=values.operations,
@@ -283,6 +305,12 @@ def define_flags() -> None:
     flags.DEFINE_list("concurrency", ["1"], "Prompts in a batch.")
     flags.DEFINE_enum("cases", None, sorted(bench_prefill.CASES), "A table of cases, instead of the three flags above.")
     flags.DEFINE_list("expert_weights", ["bfloat16"], "bfloat16, mxfp4, or both.")
+    flags.DEFINE_list(
+        "parallelism",
+        [CONTEXT],
+        "What the ulysses axis divides: context (tokens), tensor (weights of layers), or both.",
+    )
+    flags.DEFINE_enum("all_reduce", None, FORMS, "How tensor parallelism adds up; psum by default.")
     flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
     flags.DEFINE_multi_string("option", [], "name=value, a further argument of Engine.load; repeatable.")

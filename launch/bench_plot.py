@@ -26,11 +26,13 @@ _EXPLANATION = (
 )
 
 Row = dict[str, Any]
-Line = tuple[str, str]  # mesh, expert weights
+Line = tuple[str, str, str]  # mesh, expert weights, parallelism
 
 
 def plot(rows: Iterable[Row], path: str) -> None:
-    """Writes a PNG file with a panel for each length of prompts and a line for each mesh (and kind of expert weights).
+    """Writes a PNG file with a panel for each length of prompts and a line for each mesh.
+
+    Kinds of expert weights and of parallelism have lines of their own.
 
     A point is a batch of as many prompts as the number beside it says: its median time to first token, with a bar up to
     the 99th percentile, against its throughput.
@@ -70,27 +72,38 @@ def plot(rows: Iterable[Row], path: str) -> None:
 
 
 def _styles(prefills: Sequence[Row]) -> dict[Line, dict[str, Any]]:
-    """How each line is drawn: a colour for each mesh, a marker and a dash for each kind of expert weights."""
-    lines = dict.fromkeys((row["mesh"], row["expert_weights"]) for row in prefills)
-    meshes = list(dict.fromkeys(mesh for mesh, _ in lines))
-    kinds = list(dict.fromkeys(kind for _, kind in lines))
+    """How each line is drawn: a colour for each mesh, a marker and a dash for each kind of experts and parallelism."""
+    lines = list(dict.fromkeys(map(_line, prefills)))
+    meshes, experts, parallelisms = (list(dict.fromkeys(column)) for column in zip(*lines, strict=True))
+    kinds = list(dict.fromkeys(line[1:] for line in lines))
+
+    def label(line: Line) -> str:
+        mesh, expert_weights, parallelism = line
+        parts = [mesh.replace("x", " \N{MULTIPLICATION SIGN} ")]
+        parts += [f"{expert_weights} experts"] if len(experts) > 1 else []
+        return ", ".join(parts + ([f"{parallelism} parallel"] if len(parallelisms) > 1 else []))
+
     return {
-        (mesh, kind): {
-            "label": mesh.replace("x", " \N{MULTIPLICATION SIGN} ") + (f", {kind} experts" if len(kinds) > 1 else ""),
-            "color": _COLORS[meshes.index(mesh) % len(_COLORS)],
-            "marker": _MARKERS[kinds.index(kind) % len(_MARKERS)],
-            "linestyle": _DASHES[kinds.index(kind) % len(_DASHES)],
+        line: {
+            "label": label(line),
+            "color": _COLORS[meshes.index(line[0]) % len(_COLORS)],
+            "marker": _MARKERS[kinds.index(line[1:]) % len(_MARKERS)],
+            "linestyle": _DASHES[kinds.index(line[1:]) % len(_DASHES)],
             "markersize": 5,
             "linewidth": 1.4,
         }
-        for mesh, kind in lines
+        for line in lines
     }
+
+
+def _line(row: Row) -> Line:
+    return row["mesh"], row["expert_weights"], row["parallelism"]
 
 
 def _panel(axes: Axes, length: int, rows: Sequence[Row], styles: dict[Line, dict[str, Any]]) -> None:
     by_line: dict[Line, list[Row]] = defaultdict(list)
     for row in rows:
-        by_line[row["mesh"], row["expert_weights"]].append(row)
+        by_line[_line(row)].append(row)
     for line, points in by_line.items():
         points = sorted(points, key=lambda row: row["concurrency"])
         throughput = [row["tokens_per_s"] for row in points]

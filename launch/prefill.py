@@ -27,6 +27,7 @@ from slope_jax.launch.progress import TickProgress
 from slope_jax.launch.prompt_lines import PromptLine, read_prompt_lines
 from slope_jax.launch.table import format_results
 from slope_jax.mesh import pass_choice
+from slope_jax.mesh.all_reduce import FORMS
 from slope_jax.mesh.distributed import agree, run_program
 from slope_jax.request import ParsedRequest, parse_each
 from slope_jax.result import PrefillResult
@@ -90,6 +91,8 @@ def run() -> int:
             dtype=values.dtype,
             expert_weights=values.expert_weights,
             expert_parallel=values.expert_parallel,
+            tensor_parallel=values.tensor_parallel,
+            all_reduce=values.all_reduce,
             chunk_tokens=values.chunk_tokens,
             kv_cache_tokens=values.kv_cache_tokens,
             memory_budget=values.memory_budget,
@@ -118,6 +121,10 @@ def define_flags() -> None:
     flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
     flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
     flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis and send tokens to them.")
+    flags.DEFINE_bool("tensor_parallel", False, "Split the weights of layers over the ulysses axis, not the tokens.")
+    flags.DEFINE_enum(
+        "all_reduce", None, FORMS, "How --tensor_parallel adds up over the ulysses axis; psum by default."
+    )
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
     flags.DEFINE_integer("kv_cache_tokens", None, "Tokens that the KV cache holds; by default the model's maximum.")
     flags.DEFINE_string(

@@ -8,10 +8,10 @@ Causal work is then the same on all m ranks:
                 [ 0 | 5 ]     [ 1 | 4 ]     [ 2 . 3 ]       | is the split, rank 2 has none: 2 and 3 are neighbours
 
 Slot i of a ring rank is row i // ulysses of its ulysses rank i % ulysses, so padding is spread evenly, and where a
-token lies does not depend on the bucket. All ranks take part once a chunk has 2 * ring * (window - 1) tokens; below
-that, m is as large as keeps every segment at least window - 1 long. So the keys that a segment's window needs from
-before it always lie at the end of the one segment before it, on a neighbour (see `halo`), and the last tokens of a
-chunk, which the next chunk needs, lie on rank 0, which needs them.
+token lies does not depend on the bucket. (In tensor parallelism every ulysses rank holds all slots.) All ranks take
+part once a chunk has 2 * ring * (window - 1) tokens; below that, m is as large as keeps every segment at least window -
+1 long. So the keys that a segment's window needs from before it always lie at the end of the one segment before it, on
+a neighbour (see `halo`), and the last tokens of a chunk, which the next chunk needs, lie on rank 0, which needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from slope_jax.mesh.axes import MeshShape
+from slope_jax.mesh.axes import ULYSSES, MeshShape
 
 PAD_POSITION = np.iinfo(np.int32).max  # of slots without a token: later than every query, so never attended to
 
@@ -110,6 +110,14 @@ def prompt_positions(num_tokens: int, chunk_tokens: int, ring: int, window: int)
     return [np.concatenate([chunk[rank].positions for chunk in chunks]) for rank in range(ring)]
 
 
+def sequence_rank(ranks: int) -> jax.Array:
+    """Which part of its ring rank's tokens a device holds, when these are spread over `ranks` ulysses ranks.
+
+    They are spread over all of them, or over 1: then every ulysses rank holds all.
+    """
+    return jax.lax.axis_index(ULYSSES) % ranks
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkView:
@@ -138,9 +146,9 @@ class ChunkView:
         positions, table = packed[_SCALARS : _SCALARS + tokens], packed[_SCALARS + tokens :]
         return ChunkView(num_tokens, split, cached, slot, positions, table)
 
-    def local_rows(self, values_T: jax.Array, ulysses: int, rank: jax.Array) -> jax.Array:
-        """The entries of a per-slot array that belong to one ulysses rank."""
-        return jax.lax.dynamic_index_in_dim(values_T.reshape(-1, ulysses), rank, axis=1, keepdims=False)
+    def local_rows(self, values_T: jax.Array, ranks: int) -> jax.Array:
+        """The entries of a per-slot array that belong to this device, of slots spread over `ranks` ulysses ranks."""
+        return jax.lax.dynamic_index_in_dim(values_T.reshape(-1, ranks), sequence_rank(ranks), axis=1, keepdims=False)
 
     def valid_T(self) -> jax.Array:
         """Which slots of this ring rank hold tokens."""

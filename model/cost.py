@@ -15,15 +15,17 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from slope_jax.mesh import pass_choice
+from slope_jax.mesh import all_reduce, pass_choice
 from slope_jax.mesh.axes import AXES, PP, RING, SEQUENCE_AXES, ULYSSES, MeshShape
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
 from slope_jax.model.expert_parallel import ExchangeShape
 from slope_jax.model.mxfp4 import BLOCK, BLOCK_BYTES
 from slope_jax.model.stages import StagePlan
+from slope_jax.model.tensor_split import TensorSplit
 
 _FLOAT32 = _INT32 = 4  # bytes
 _BFLOAT16 = 2
+_WHOLE = TensorSplit()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,7 @@ def device_weight_bytes(
     *,
     packed: bool,
     expert_parallel: bool = False,
+    split: TensorSplit = _WHOLE,
 ) -> WeightBytes:
     """Bytes of the weights that each device of a mesh holds, those of empty slots included (see `model.gpt_oss`).
 
@@ -148,11 +151,12 @@ def device_weight_bytes(
       dtype: of kernels and embeddings; norms, biases and sinks are float32.
       packed: whether the kernels of experts are in MXFP4.
       expert_parallel: whether the experts are split over the ulysses axis.
+      split: over how many ulysses ranks the layers are.
     """
     devices = shape.num_devices
     itemsize = jnp.dtype(dtype).itemsize
     whole = _weight_bytes(
-        config,
+        split.share(config),
         layers=len(plan.pattern),
         kernel=itemsize,
         vector=_FLOAT32,
@@ -197,24 +201,28 @@ class ActivationBytes:
       hand_off: the residual stream that enters the stage at the next tick.
       attention: queries, new keys and values, and the float32 result with its maximum and sum.
       experts: normalised input, and the float32 output of every expert of every token.
+      all_reduce: what a device sends and receives in a sum of tensor parallelism.
     """
 
     residual: int
     hand_off: int
     attention: int
     experts: int
+    all_reduce: int = 0
 
     @property
     def peak(self) -> int:
-        """The most that is needed at once: attention and experts take turns."""
-        return self.residual + self.hand_off + max(self.attention, self.experts)
+        """The most that is needed at once: attention, experts and sums take turns."""
+        return self.residual + self.hand_off + max(self.attention, self.experts, self.all_reduce)
 
 
-def activation_bytes(config: GptOssConfig, shape: MeshShape, bucket: int, dtype: DTypeLike) -> ActivationBytes:
+def activation_bytes(
+    config: GptOssConfig, shape: MeshShape, bucket: int, dtype: DTypeLike, split: TensorSplit = _WHOLE
+) -> ActivationBytes:
     """Bytes of activations of a device while it works on a chunk padded to `bucket` tokens."""
     c, itemsize = config, jnp.dtype(dtype).itemsize
     slots = bucket // shape.ring
-    rows = slots // shape.ulysses
+    rows = slots // (shape.ulysses // split.ranks)
     heads = c.num_heads // shape.ulysses
     return ActivationBytes(
         residual=rows * c.hidden_size * _FLOAT32,
@@ -222,6 +230,10 @@ def activation_bytes(config: GptOssConfig, shape: MeshShape, bucket: int, dtype:
         attention=slots * (heads + _device_kv_heads(c, shape)) * c.head_dim * itemsize
         + slots * heads * (c.head_dim + 2) * _FLOAT32,
         experts=rows * c.hidden_size * (itemsize + c.experts_per_token * _FLOAT32),
+        all_reduce=sum(
+            step.operand_bytes * (1 + (split.ranks if step.operation == "all_gather" else 1))
+            for step in _sums(c, rows, itemsize, split)
+        ),
     )
 
 
@@ -293,6 +305,7 @@ def tick_traffic(
     ring_pass: str = pass_choice.KV,
     expert_parallel: bool = False,
     expert_rounds: int = 1,
+    split: TensorSplit = _WHOLE,
 ) -> Traffic:
     """What a device sends in a tick.
 
@@ -309,6 +322,7 @@ def tick_traffic(
       ring_pass: what goes round the ring, keys and values or queries (see `mesh.pass_choice`).
       expert_parallel: whether the experts are split over the ulysses axis.
       expert_rounds: rounds of the exchange of expert parallelism in a layer; balanced routing takes one.
+      split: over how many ulysses ranks the layers are.
     """
     c, itemsize = config, jnp.dtype(dtype).itemsize
     sizes = {PP: shape.pp, RING: shape.ring, ULYSSES: shape.ulysses}
@@ -340,22 +354,20 @@ def tick_traffic(
                 )
             )
 
-    sequence_ranks = shape.ring * shape.ulysses
-    add("embedding to its tokens", "embed", "all_to_all", SEQUENCE_AXES, sequence_ranks * rows * columns)
-    add("embedding of all stages", "embed", "all_gather", (PP,), rows * sequence_ranks * columns)
+    stage_devices, sequence_ranks = shape.ring * shape.ulysses, shape.ulysses // split.ranks
+    add("embedding to its tokens", "embed", "all_to_all", SEQUENCE_AXES, stage_devices * rows * columns)
+    add("embedding of all stages", "embed", "all_gather", (PP,), rows * stage_devices * columns)
+    if split.ranks > 1:
+        add("embedding of all ranks", "embed", "all_gather", (ULYSSES,), rows * c.hidden_size * itemsize)
+    held = bucket // (shape.ring * sequence_ranks)  # tokens whose residual stream a device has
+    sums = _sums(c, held, itemsize, split)
     for kind in (SLIDING, FULL):
         layers = plan.pattern.count(kind)
         # Above the number of KV heads, each of them is sent to several ranks.
         heads = c.num_heads + 2 * max(c.num_kv_heads, shape.ulysses)
-        add(
-            "sequence to heads",
-            "project_in",
-            "all_to_all",
-            (ULYSSES,),
-            rows * heads * c.head_dim * itemsize,
-            layers,
-            kind,
-        )
+        exchanges = layers if sequence_ranks > 1 else 0
+        operand = rows * heads * c.head_dim * itemsize
+        add("sequence to heads", "project_in", "all_to_all", (ULYSSES,), operand, exchanges, kind)
         kv = _device_kv_heads(c, shape) * c.head_dim * itemsize
         if kind == FULL and ring_pass == pass_choice.KV:
             hops = layers * rounds * (shape.ring - 1)
@@ -372,15 +384,11 @@ def tick_traffic(
         else:
             # One to the rank above and one to the rank below.
             add("halo", "window_attention", "ppermute", (RING,), (c.sliding_window - 1) * kv, 2 * layers, kind)
-        add(
-            "heads to sequence",
-            "project_out",
-            "all_to_all",
-            (ULYSSES,),
-            rows * c.num_heads * c.head_dim * itemsize,
-            layers,
-            kind,
-        )
+        operand = rows * c.num_heads * c.head_dim * itemsize
+        add("heads to sequence", "project_out", "all_to_all", (ULYSSES,), operand, exchanges, kind)
+        for scope, part in (("project_out", "attention"), ("experts", "experts")):
+            for step in sums:
+                add(f"sum of {part}", scope, step.operation, (ULYSSES,), step.operand_bytes, layers, kind)
         if expert_parallel and shape.ulysses > 1:
             exchange = ExchangeShape.of(c, rows, shape.ulysses, dtype)
             times = layers * expert_rounds
@@ -394,7 +402,7 @@ def tick_traffic(
         for axis in (ULYSSES, RING, PP):
             add(count, "", "all_gather", (axis,), gathered)
             gathered *= sizes[axis]
-    add("hand-off", "hand_off", "ppermute", (PP,), rows * c.hidden_size * _FLOAT32)
+    add("hand-off", "hand_off", "ppermute", (PP,), held * c.hidden_size * _FLOAT32)
     return Traffic(tuple(found))
 
 
@@ -430,6 +438,13 @@ def _weight_bytes(
         embedding=embedding,
         unembedding=unembedding + c.hidden_size * vector,
     )
+
+
+def _sums(config: GptOssConfig, rows: int, itemsize: int, split: TensorSplit) -> tuple[all_reduce.Step, ...]:
+    """The collectives of a sum of tensor parallelism, of so many tokens."""
+    if split.ranks == 1:
+        return ()
+    return all_reduce.steps(split.form, rows * config.hidden_size, itemsize, split.ranks)
 
 
 def _device_kv_heads(config: GptOssConfig, shape: MeshShape) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from slope_jax.mesh import halo, pass_choice, ring, ulysses
 from slope_jax.mesh.axes import ULYSSES, varying
-from slope_jax.mesh.layout import PAD_POSITION, ChunkView
+from slope_jax.mesh.layout import PAD_POSITION, ChunkView, sequence_rank
 from slope_jax.model import attention, kv_pages, rope
 from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks
 from slope_jax.model.bits import from_bits, to_bits
@@ -100,10 +100,9 @@ def run_stage(
     Returns:
       The residual stream after the stage, the caches with the chunk in them, and what was done.
     """
-    ranks = jax.lax.axis_size(ULYSSES)
-    rank = jax.lax.axis_index(ULYSSES)
-    angles = rope.rotation(config, chunk.local_rows(chunk.positions_T, ranks, rank))
-    valid_T = chunk.local_rows(chunk.valid_T(), ranks, rank)
+    ranks = jax.lax.axis_size(ULYSSES) // layers[0].split.ranks
+    angles = rope.rotation(config, chunk.local_rows(chunk.positions_T, ranks))
+    valid_T = chunk.local_rows(chunk.valid_T(), ranks)
     positions = kv_pages.write_slots(cache.positions, (), chunk.positions_T, chunk, chunk.num_tokens)
 
     def run_unit(repeat: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -115,8 +114,8 @@ def run_stage(
             num_tokens = jnp.where(is_layer, chunk.num_tokens, 0)
             seen = dataclasses.replace(chunk, num_tokens=num_tokens, split=jnp.minimum(chunk.split, num_tokens))
             with jax.named_scope(kind):
-                q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles)
-            sinks_N = _sinks(layer, repeat, q_TNH.shape[1])
+                q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles, ranks)
+            sinks_N = _sinks(layer, repeat, q_TNH.shape[1], ranks)
             if kind == FULL:
                 with jax.named_scope("full_attention"):
                     pages = kv_pages.write_slots(pages, (full, repeat), kv_TJH, seen, num_tokens)
@@ -131,7 +130,7 @@ def run_stage(
                 sliding += 1
             out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
             with jax.named_scope(kind), jax.named_scope("project_out"):
-                out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH)))
+                out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH), ranks))
                 change_TD = layer.attention.project_out(out_TC, repeat)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
             with jax.named_scope(kind), jax.named_scope("experts"):
@@ -147,14 +146,15 @@ def run_stage(
 
 
 def _project_in(
-    layer: DecoderLayer, repeat: jax.Array, x_TD: jax.Array, angles: tuple[jax.Array, jax.Array]
+    layer: DecoderLayer, repeat: jax.Array, x_TD: jax.Array, angles: tuple[jax.Array, jax.Array], ranks: int
 ) -> tuple[jax.Array, jax.Array]:
     with jax.named_scope("project_in"):
         q_TNH, k_TKH, v_TKH = layer.attention.project_in(x_TD, repeat)
         dtype = from_bits(layer.attention.out_kernel[...][0]).dtype
         scale = 1 / math.sqrt(q_TNH.shape[-1])
         q_TNH, k_TKH = rope.rotate(q_TNH, *angles) * scale, rope.rotate(k_TKH, *angles)
-        return ulysses.scatter_heads(*(to_bits(x.astype(dtype)) for x in (q_TNH, k_TKH, v_TKH)))
+        q, k, v = (to_bits(x.astype(dtype)) for x in (q_TNH, k_TKH, v_TKH))
+        return ulysses.scatter_heads(q, k, v, ranks)
 
 
 def _queries(q_TNH: jax.Array, chunk: ChunkView, kv_heads: int, spec: StageSpec) -> tuple[jax.Array, jax.Array]:
@@ -165,9 +165,9 @@ def _queries(q_TNH: jax.Array, chunk: ChunkView, kv_heads: int, spec: StageSpec)
     return jnp.pad(q_KTGH, [(0, 0), (0, spec.block_q), (0, 0), (0, 0)]), positions_T
 
 
-def _sinks(layer: DecoderLayer, repeat: jax.Array, heads: int) -> jax.Array:
-    """The sinks of the query heads that Ulysses gives this device."""
-    first = jax.lax.axis_index(ULYSSES) * heads
+def _sinks(layer: DecoderLayer, repeat: jax.Array, heads: int, ranks: int) -> jax.Array:
+    """The sinks of the device's query heads."""
+    first = sequence_rank(ranks) * heads
     return jax.lax.dynamic_slice_in_dim(layer.attention.sinks[...][repeat], first, heads)
 
 

@@ -1,8 +1,9 @@
 """From the tensors of a checkpoint to the sharded parameters of `GptOss`.
 
-Every process reads only the bytes that its own devices need, and each of them once. Large shards are built piece by
-piece, so that the host never holds more than a few pieces beside the device arrays, and in jitted functions that
-unpack, transpose and de-interleave on the device.
+Every process reads only the bytes that its own devices need, and each of them once. Tensor parallelism is different in
+that several ranks may have a KV head, and that what is scattered over an expert is cut out of the whole expert. Large
+shards are built piece by piece, so that the host never holds more than a few pieces beside the device arrays, and in
+jitted functions that unpack, transpose and de-interleave on the device.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
+from slope_jax.mesh.axes import ULYSSES
 from slope_jax.model import mxfp4, orbax_io
 from slope_jax.model.bits import value_dtype
-from slope_jax.model.checkpoint import BFLOAT16, Checkpoint, TensorSource, expected_tensors
+from slope_jax.model.checkpoint import BFLOAT16, Checkpoint, TensorSource, expected_tensors, slice_bounds
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.gpt_oss import GptOss, abstract_model
 from slope_jax.model.placement import Index, Make, ShardBuilder, assemble, local_shards
 from slope_jax.model.stages import StagePlan
+from slope_jax.model.tensor_split import TensorSplit
 
 PIECE_BYTES = 64 << 20  # about what is read or made at a time of a large parameter
 
@@ -69,6 +72,7 @@ def load_model(
     dtype: DTypeLike,
     packed: bool,
     expert_parallel: bool = False,
+    split: TensorSplit = TensorSplit(),  # noqa: B008 - frozen
 ) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
     """Reads what the devices of this process need and places it on the mesh.
 
@@ -80,6 +84,7 @@ def load_model(
       dtype: bfloat16 or float32, of the kernels, the embedding and the unembedding.
       packed: whether expert weights stay in MXFP4.
       expert_parallel: whether the experts are split over the ulysses axis.
+      split: over how many ulysses ranks the layers are.
 
     Returns:
       The graph definition of `GptOss` and its state, with the shardings that `abstract_model` declares. MXFP4 weights
@@ -87,10 +92,10 @@ def load_model(
 
     Raises:
       ValueError: another dtype, a checkpoint that does not suit `config`, `dtype` or `packed`, a plan of other layers,
-        experts that cannot be split, or an MXFP4 scale that is not a number.
+        experts or layers that cannot be split, or an MXFP4 scale that is not a number.
     """
     _check_request(source, config, plan, dtype, packed)
-    graph, state = abstract_model(config, plan, mesh, dtype, packed, expert_parallel)
+    graph, state = abstract_model(config, plan, mesh, dtype, packed, expert_parallel, split)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
     params = [
         _Parameter(_leaf_name(path), leaf.shape, leaf.dtype, NamedSharding(mesh, leaf.sharding.spec))
@@ -98,7 +103,7 @@ def load_model(
     ]
     # disable=None shows the bar only when standard error is a terminal.
     with tqdm(desc="weights", unit="B", unit_scale=True, disable=None if jax.process_index() == 0 else True) as bar:
-        loader = _Loader(source, plan, bar.update)
+        loader = _Loader(source, plan, split, bar.update)
         bar.total = sum(loader.nbytes(param) for param in params)
         arrays = [loader.load(param) for param in params]
     return graph, jax.tree_util.tree_unflatten(treedef, arrays)
@@ -128,6 +133,11 @@ def _check_request(source: TensorSource, config: GptOssConfig, plan: StagePlan, 
 def _leaf_name(path: Sequence[Any]) -> str:
     """`layers.3.attention.norm` for a path of tree keys."""
     return ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def _suffix(name: str) -> str:
+    """The name of a layer's tensor without `model.layers.{i}.`."""
+    return name.split(".", 3)[3]
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
@@ -216,13 +226,19 @@ class _Parameter:
         self.sharding = sharding
         self.shards = local_shards(shape, sharding)
 
+    def rank(self, index: Index) -> int:
+        """The ulysses rank whose part a shard is; 0 if all have the same."""
+        axis = next((i for i, name in enumerate(self.sharding.spec) if name == ULYSSES), None)
+        return 0 if axis is None else index[axis][0] // (index[axis][1] - index[axis][0])
+
 
 class _Loader:
     """Reads and places parameters, one at a time."""
 
-    def __init__(self, source: TensorSource, plan: StagePlan, on_read: Callable[[int], Any]):
+    def __init__(self, source: TensorSource, plan: StagePlan, split: TensorSplit, on_read: Callable[[int], Any]):
         self._source = source
         self._plan = plan
+        self._split = split
         self._on_read = on_read
 
     def nbytes(self, param: _Parameter) -> int:
@@ -233,9 +249,10 @@ class _Loader:
                 shape = self._source.shape(name)
                 if param.name in _MODEL:
                     shape = tuple(min(stop, n) - min(start, n) for (start, stop), n in zip(index, shape, strict=True))
-                elif ".experts." in param.name:
-                    start, stop = index[_EXPERT_AXIS]
-                    shape = (stop - start, *shape[1:])
+                else:
+                    experts = slice(*index[_EXPERT_AXIS]) if ".experts." in param.name else slice(None)
+                    bounds = slice_bounds(self._slices(name, experts, param.rank(index)), shape)
+                    shape = tuple(stop - start for start, stop in bounds)
                 total += math.prod(shape) * self._source.dtype(name).itemsize
         return total
 
@@ -255,6 +272,36 @@ class _Loader:
         part = self._source.read(name, *index)
         self._on_read(part.nbytes)
         return part
+
+    def _slices(self, name: str, experts: slice, rank: int) -> tuple[slice, ...]:
+        """What to read of a tensor of a layer for a rank.
+
+        A part of the last axes lies in many small pieces, which take longer to read than all of it.
+        """
+        part = self._split.part(_suffix(name), self._source.config, rank)
+        if part is None or part.axis > 1:
+            return (experts,)
+        size = self._source.shape(name)[part.axis]
+        mine = slice(min(part.start, size), min(part.stop, size))
+        return (mine,) if part.axis == 0 else (experts, mine)
+
+    def _read_part(self, name: str, experts: slice, rank: int) -> np.ndarray:
+        """What a rank has of some experts of a tensor of a layer, filled up with zeros.
+
+        Args:
+          name: of the tensor.
+          experts: which entries of its first axis, unless this is the one that is divided over the ranks.
+          rank: of ulysses.
+        """
+        found = self._read(name, *self._slices(name, experts, rank))
+        part = self._split.part(_suffix(name), self._source.config, rank)
+        if part is None:
+            return found
+        if part.axis > 1:
+            found = found[(slice(None),) * part.axis + (slice(part.start, part.stop),)]
+        missing = part.stop - part.start - found.shape[part.axis]
+        padding = [(0, missing if axis == part.axis else 0) for axis in range(found.ndim)]
+        return np.pad(found, padding) if missing else found
 
     def _tensors(self, param: _Parameter, index: Index) -> list[str]:
         """All tensors that a shard is made of."""
@@ -282,13 +329,13 @@ class _Loader:
     def _load_whole(self, param: _Parameter, index: Index) -> jax.Array:
         """The part of one stage of a small layer parameter (zeros for empty slots), a layer at a time."""
         shape = tuple(stop - start for start, stop in index)
-        part = [slice(*index[_EXPERT_AXIS])] if ".experts." in param.name else []
+        experts = slice(*index[_EXPERT_AXIS]) if ".experts." in param.name else slice(None)
         builder = ShardBuilder(index, param.dtype, param.shards[index], axis=1)
         filled = 0
         for repeat in range(shape[1]):
             names, make = self._rule(param, index, repeat)
             if names:
-                value = make(*(self._read(name, *part) for name in names))
+                value = make(*(self._read_part(name, experts, param.rank(index)) for name in names))
                 builder.append([_cast(value, param.value_dtype)[None]], _keep, at=(0, repeat))
                 filled += 1
         return builder.finish(filled)
@@ -304,7 +351,7 @@ class _Loader:
             names, make = self._rule(param, index, repeat)
             for place in range(0, shape[_EXPERT_AXIS] if names else 0, experts):
                 first = first_expert + place
-                parts = [self._read(name, slice(first, first + experts)) for name in names]
+                parts = [self._read_part(name, slice(first, first + experts), param.rank(index)) for name in names]
                 for name, part in zip(names, parts, strict=True):
                     if name.endswith("_scales"):
                         mxfp4.check_scales(part, f"{self._source.where(name)}, from expert {first}")

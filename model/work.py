@@ -26,7 +26,7 @@ class ChunkWork:
     Attributes:
       full: products of a full-attention layer, `[steps, ring]`; the ring ranks wait for each other after each step.
       window: products of a sliding-window layer, `[ring]`.
-      rows: tokens of each device, `[ring, ulysses]`.
+      rows: tokens of each device, `[ring, sequence ranks]`.
     """
 
     full: Counts
@@ -47,7 +47,7 @@ def chunk_work(
     cached: Sequence[NDArray[np.int32]],
     spec: StageSpec,
     window: int,
-    ulysses: int,
+    sequence_ranks: int,
     ring_pass: str,
 ) -> ChunkWork:
     """Counts the work of a layer on a chunk.
@@ -57,7 +57,7 @@ def chunk_work(
       cached: the positions that earlier chunks of the prompt left on each ring rank, in the order of their slots.
       spec: the static parameters of the stage.
       window: keys that a query of a sliding layer sees, itself included.
-      ulysses: ulysses ranks of a ring rank.
+      sequence_ranks: over how many ulysses ranks the tokens of a ring rank are spread.
       ring_pass: what goes round the ring, keys and values or queries (see `mesh.pass_choice`).
     """
     ring = len(ranks)
@@ -84,7 +84,7 @@ def chunk_work(
         begin = (band[spec.block_kv - 1 :: spec.block_kv] < oldest[:, None]).sum(axis=1)
         in_window[rank] = np.maximum(stop - begin, 0).sum()
     counts = np.array([len(tokens.positions) for tokens in ranks])
-    rows = -(-(counts[:, None] - np.arange(ulysses)) // ulysses)
+    rows = -(-(counts[:, None] - np.arange(sequence_ranks)) // sequence_ranks)
     steps = full.reshape(-1, ring) if ring_pass == pass_choice.KV else full.sum(axis=0)
     return ChunkWork(full=steps, window=in_window, rows=np.maximum(rows, 0))
 

@@ -25,7 +25,7 @@ from slope_jax.mesh.layout import plan_chunks, zigzag
 from slope_jax.model import cost
 from slope_jax.model.config import SLIDING, GptOssConfig
 from slope_jax.model.stages import StagePlan, plan_stages
-from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms
+from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form
 
 BYTES_TOLERANCE = 0.02  # by which compiled bytes may differ from those of the formula
 MOST_IMBALANCE = 1.05  # the busiest device over the mean
@@ -79,6 +79,8 @@ def audit(
     dtype: str = "bfloat16",
     expert_weights: str = "bfloat16",
     expert_parallel: bool = False,
+    tensor_parallel: bool = False,
+    all_reduce: str | None = None,
     chunk_tokens: int = 4096,
     ring_pass: str = pass_choice.AUTO,
     block_q: int | None = None,
@@ -97,6 +99,8 @@ def audit(
       dtype: as of `Engine.load`.
       expert_weights: as of `Engine.load`.
       expert_parallel: as of `Engine.load`.
+      tensor_parallel: as of `Engine.load`.
+      all_reduce: as of `Engine.load`.
       chunk_tokens: as of `Engine.load`.
       ring_pass: as of `Engine.load`.
       block_q: as of `Engine.load`.
@@ -114,6 +118,7 @@ def audit(
     ):
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is not supported; it must be one of {list(allowed)}")
+    form = all_reduce_form(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel, all_reduce=all_reduce)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be positive, not {chunk_tokens}")
     if not 0 < num_tokens <= config.max_position:
@@ -130,6 +135,7 @@ def audit(
             dtype=dtype,
             packed_experts=expert_weights == "mxfp4",
             expert_parallel=expert_parallel,
+            all_reduce=form,
             chunk_tokens=chunk_tokens,
             kv_cache_tokens=tokens,
             block_q=block_q,
@@ -181,13 +187,19 @@ def memory_rows(
     config, plan, shape, cache = programs.config, programs.plan, programs.shape, programs.cache
     dtype = DTYPES[programs.dtype]
     by_formula = cost.device_weight_bytes(
-        config, plan, shape, dtype, packed=programs.packed_experts, expert_parallel=programs.expert_parallel
+        config,
+        plan,
+        shape,
+        dtype,
+        packed=programs.packed_experts,
+        expert_parallel=programs.expert_parallel,
+        split=programs.split,
     )
     found = dataclasses.asdict(weight_bytes(params))
     state = jax.eval_shape(programs.empty_state)
     device = {name: per_device_bytes(array) for name, array in vars(state.cache).items()}
     slot = cost.cache_bytes(config, plan, shape, dtype)
-    hidden = 4 * programs.buckets[-1] // (shape.ring * shape.ulysses) * config.hidden_size  # float32
+    hidden = 4 * programs.rows(programs.buckets[-1]) * config.hidden_size  # float32
     analysis = compiled.memory_analysis()
     assert analysis is not None
     weights = [

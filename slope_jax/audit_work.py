@@ -44,8 +44,9 @@ class Work:
       products: block products of attention of each device, `[pp, ring]`; the same on all ulysses ranks.
       attention_operations: floating-point operations in those blocks, of each device, `[pp, ring]`.
       needed_attention_operations: of the mean device, those that the mask lets through.
-      rows: tokens that go through the experts of each device, `[ring, ulysses]`.
-      expert_operations: floating-point operations of the experts of those tokens, `[pp, ring, ulysses]`.
+      rows: tokens that go through the experts of each device, `[ring, ulysses]`, or `[ring, 1]` when all ulysses ranks
+        have the same.
+      expert_operations: floating-point operations of the experts of those tokens on a device, with a leading axis `pp`.
       attention_balance: time of the busiest ring rank in each step over the mean, all steps together.
       expert_balance: rows of the busiest device in each chunk over the mean, all chunks together.
       stage_balance: operations of the busiest stage over the mean.
@@ -107,13 +108,15 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
     @functools.cache
     def work_of(chunk: int, bucket: int, ring_pass: str) -> ChunkWork:
         spec = programs.stage_spec(bucket)
-        return chunk_work(chunks[chunk][1], cached[chunk], spec, config.sliding_window, shape.ulysses, ring_pass)
+        return chunk_work(
+            chunks[chunk][1], cached[chunk], spec, config.sliding_window, programs.sequence_ranks, ring_pass
+        )
 
     kinds = [[config.layer_types[layer] for layer in stage if layer is not None] for stage in plan.layers]
     layers = np.array([(k.count(FULL), k.count(SLIDING)) for k in kinds])
     products = np.zeros((shape.pp, shape.ring), np.int64)
     slowest = np.zeros(shape.pp, np.int64)
-    rows = np.zeros((len(chunks), shape.ring, shape.ulysses), np.int64)
+    rows = np.zeros((len(chunks), shape.ring, programs.sequence_ranks), np.int64)
     for tick in ticks:
         for stage, chunk in enumerate(tick.chunks):
             if chunk is not None:
@@ -127,7 +130,7 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
     chunk_layers = layers.sum(axis=1)
     num_tokens = int(rows.sum())
     operations = cost.prompt_operations(config, num_tokens)
-    per_row = operations.experts / num_tokens / config.num_layers
+    per_row = operations.experts / num_tokens / config.num_layers / programs.split.ranks
     stages = [_stage_operations(config, kind, num_tokens) for kind in kinds]
     return Work(
         products=products,

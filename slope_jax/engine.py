@@ -37,7 +37,7 @@ from slope_jax.model.stage import StageWork
 from slope_jax.model.stages import plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
 from slope_jax.program_cache import compile_program, shapes_of
-from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, default_block_q
+from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form, default_block_q
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import NO_TOKEN, PrefillResult
@@ -146,6 +146,8 @@ class Engine:
         dtype: str = "bfloat16",
         expert_weights: str = "bfloat16",
         expert_parallel: bool = False,
+        tensor_parallel: bool = False,
+        all_reduce: str | None = None,
         chunk_tokens: int = 4096,
         kv_cache_tokens: int | None = None,
         memory_budget: int | str | None = None,
@@ -167,6 +169,10 @@ class Engine:
             memory and unpacks each where it is used.
           expert_parallel: splits the experts over the ulysses axis and sends tokens to them, instead of keeping all
             experts of a stage on every device; the results are the same.
+          tensor_parallel: splits the weights of layers over the ulysses axis, by heads and by the width of experts,
+            instead of the tokens; the results are the same. Not together with `expert_parallel`.
+          all_reduce: how tensor parallelism adds up over the axis, "psum", "flat" or "tree" (see `mesh.all_reduce`);
+            "psum" by default.
           chunk_tokens: prompts are processed in chunks of at most this many tokens.
           kv_cache_tokens: tokens that the KV cache holds; the model's maximum by default.
           memory_budget: bytes that a device may use, such as "64GiB"; the KV cache gets what weights and programs leave
@@ -185,8 +191,7 @@ class Engine:
         """
         _check_choice("dtype", dtype, tuple(DTYPES))
         _check_choice("expert_weights", expert_weights, EXPERT_WEIGHTS)
-        if not isinstance(expert_parallel, bool):
-            raise ValueError(f"expert_parallel must be True or False, not {expert_parallel!r}")
+        form = all_reduce_form(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel, all_reduce=all_reduce)
         _check_choice("ring_pass", ring_pass, pass_choice.RING_PASSES)
         _check_positive("chunk_tokens", chunk_tokens)
         for name, value in (("block_kv", block_kv), ("page_tokens", page_tokens)):
@@ -222,6 +227,7 @@ class Engine:
                 "dtype": dtype,
                 "expert_weights": expert_weights,
                 "expert_parallel": str(expert_parallel),
+                "tensor_parallel": str(form),
                 "chunk_tokens": str(chunk_tokens),
                 "kv_cache_tokens": str(kv_cache_tokens),
                 "memory_budget": str(budget),
@@ -243,6 +249,7 @@ class Engine:
                 dtype=dtype,
                 packed_experts=expert_weights == "mxfp4",
                 expert_parallel=expert_parallel,
+                all_reduce=form,
                 chunk_tokens=chunk_tokens,
                 kv_cache_tokens=tokens,
                 block_q=block_q,
@@ -275,7 +282,14 @@ class Engine:
             if jax.process_index() == 0:
                 log.info("%s", engine.memory().describe())
         _, engine._params = weights.load_model(
-            source, config, plan, device_mesh, DTYPES[dtype], programs.packed_experts, expert_parallel
+            source,
+            config,
+            plan,
+            device_mesh,
+            DTYPES[dtype],
+            programs.packed_experts,
+            programs.expert_parallel,
+            programs.split,
         )
         return engine
 

@@ -8,6 +8,7 @@ devices and sizes, and by no other.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import importlib.metadata
 import logging
@@ -24,6 +25,10 @@ from jax.sharding import Mesh
 import slope_jax
 
 _log = logging.getLogger(__name__)
+
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_found_by_jax: collections.Counter[str] = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: _found_by_jax.update([event]))
 
 
 def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_from: Sequence[Any]) -> Any:
@@ -52,7 +57,11 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_fr
             )
         except Exception as error:  # whatever is wrong with the file, the program can be compiled again
             _log.warning("%s is not used, and the program compiled again: %r", path, error)
-    program = lower().compile()
+    lowered, found_before = lower(), _found_by_jax[_CACHE_HIT]
+    program = lowered.compile()
+    if _found_by_jax[_CACHE_HIT] > found_before:
+        # JAX had this program, made from something else; XLA writes what it has read itself without its functions.
+        return program
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from slope_jax.kv_cache import CacheShape, cache_shape, empty_cache
 from slope_jax.mesh import pass_choice
+from slope_jax.mesh.all_reduce import PSUM, check_form
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape
 from slope_jax.mesh.layout import length_buckets, packed_length
 from slope_jax.mesh.pass_choice import HopCosts, PassRule
@@ -24,6 +25,7 @@ from slope_jax.model.cost import Traffic, tick_traffic
 from slope_jax.model.gpt_oss import GptOss, abstract_model
 from slope_jax.model.stage import StageSpec
 from slope_jax.model.stages import StagePlan
+from slope_jax.model.tensor_split import TensorSplit
 from slope_jax.tick import EngineState, make_tick
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -34,6 +36,26 @@ def default_block_q(config: GptOssConfig, shape: MeshShape) -> int:
     """Query slots of a block of attention such that it has 512 rows with all its heads."""
     group = config.num_heads // max(config.num_kv_heads, shape.ulysses)
     return max(512 // group, 16)
+
+
+def all_reduce_form(*, tensor_parallel: bool, expert_parallel: bool, all_reduce: str | None) -> str | None:
+    """The form of the all-reduce of tensor parallelism, None without it.
+
+    Raises:
+      ValueError: there is no such form, or the three do not go together.
+    """
+    for name, value in (("tensor_parallel", tensor_parallel), ("expert_parallel", expert_parallel)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+    if all_reduce is not None:
+        check_form(all_reduce)
+    if not tensor_parallel:
+        if all_reduce is not None:
+            raise ValueError(f"{all_reduce=} is of no use without tensor_parallel")
+        return None
+    if expert_parallel:
+        raise ValueError("tensor_parallel and expert_parallel both divide the experts; choose one of them")
+    return all_reduce or PSUM
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +69,7 @@ class TickPrograms:
       dtype: "bfloat16" or "float32".
       packed_experts: whether the kernels of experts stay in MXFP4.
       expert_parallel: whether the experts are split over the ulysses axis, which must have several ranks then.
+      split: over how many ulysses ranks the layers are.
       chunk_tokens: the longest chunk.
       kv_cache_tokens: tokens that the KV cache holds.
       cache: the sizes of the KV cache.
@@ -62,6 +85,7 @@ class TickPrograms:
     dtype: str
     packed_experts: bool
     expert_parallel: bool
+    split: TensorSplit
     chunk_tokens: int
     kv_cache_tokens: int
     cache: CacheShape
@@ -80,6 +104,7 @@ class TickPrograms:
         dtype: str,
         packed_experts: bool,
         expert_parallel: bool,
+        all_reduce: str | None = None,
         chunk_tokens: int,
         kv_cache_tokens: int,
         block_q: int | None,
@@ -88,7 +113,10 @@ class TickPrograms:
         ring_pass: str,
         machine: pass_choice.Machine | None = None,
     ) -> TickPrograms:
-        """The sizes that an engine with these arguments has (see `Engine.load`)."""
+        """The sizes that an engine with these arguments has (see `Engine.load`).
+
+        `all_reduce` is the form that tensor parallelism takes (see `all_reduce_form`).
+        """
         chunk_tokens = min(chunk_tokens, config.max_position, kv_cache_tokens)
         if shape.ring == 1 and ring_pass == pass_choice.AUTO:
             ring_pass = pass_choice.KV  # nothing is passed, so there is nothing to choose
@@ -106,6 +134,7 @@ class TickPrograms:
             dtype=dtype,
             packed_experts=packed_experts,
             expert_parallel=expert_parallel and shape.ulysses > 1,
+            split=TensorSplit.of(shape.ulysses, all_reduce),
             chunk_tokens=chunk_tokens,
             kv_cache_tokens=kv_cache_tokens,
             cache=cache_shape(
@@ -120,8 +149,17 @@ class TickPrograms:
     def abstract_model(self, mesh: Mesh) -> tuple[nnx.GraphDef[GptOss], nnx.State]:
         """The graph of the model, and the shapes of its state (see `gpt_oss.abstract_model`)."""
         return abstract_model(
-            self.config, self.plan, mesh, DTYPES[self.dtype], self.packed_experts, self.expert_parallel
+            self.config, self.plan, mesh, DTYPES[self.dtype], self.packed_experts, self.expert_parallel, self.split
         )
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Over how many ulysses ranks the tokens of a ring rank are spread: 1 if each of them has all."""
+        return self.shape.ulysses // self.split.ranks
+
+    def rows(self, bucket: int) -> int:
+        """Tokens whose residual stream a device holds."""
+        return bucket // (self.shape.ring * self.sequence_ranks)
 
     def bucket_of(self, tokens: int) -> int:
         """The bucket of a chunk of `tokens` tokens."""
@@ -164,13 +202,13 @@ class TickPrograms:
             rounds=rounds,
             ring_pass=ring_pass,
             expert_parallel=self.expert_parallel,
+            split=self.split,
         )
 
     def empty_state(self) -> EngineState:
         """The state before the first tick, of zeros."""
-        rows = self.buckets[-1] // (self.shape.ring * self.shape.ulysses)
         lead = (self.shape.pp, self.shape.ring, self.shape.ulysses)
-        hidden = jnp.zeros((*lead, rows, self.config.hidden_size), jnp.float32)
+        hidden = jnp.zeros((*lead, self.rows(self.buckets[-1]), self.config.hidden_size), jnp.float32)
         return EngineState(hidden, empty_cache(self.config, self.plan, self.shape, self.cache, DTYPES[self.dtype]))
 
     def packed_shape(self, bucket: int) -> tuple[int, int, int]:

@@ -57,7 +57,6 @@ def make_tick(
     `[V padded]` after the last token of the chunk in the last stage, and what each device did, as `[P, ring, ulysses]`.
     """
     ring, ulysses = mesh.shape[RING], mesh.shape[ULYSSES]
-    rows = tokens // (ring * ulysses)
     filled = np.array([[layer is not None for layer in stage] for stage in plan.layers])
     filled = filled.reshape(len(plan.layers), plan.repeats, len(plan.unit))
 
@@ -66,11 +65,13 @@ def make_tick(
     ) -> tuple[EngineState, jax.Array, StageWork]:
         model = nnx.merge(graph, params)
         stage = jax.lax.axis_index(PP)
+        ranks = ulysses // model.split.ranks
+        rows = tokens // (ring * ranks)
         chunk = ChunkView.unpack(packed[0, 0], tokens // ring)
         local = jax.tree.map(lambda a: a[0, 0, 0], state)
         with jax.named_scope("embed"):
-            embedded = model.embed(incoming[1:].reshape(ring, rows, ulysses))
-        valid = chunk.local_rows(chunk.valid_T(), ulysses, jax.lax.axis_index(ULYSSES))
+            embedded = model.embed(incoming[1:].reshape(ring, -1, ulysses))
+        valid = chunk.local_rows(chunk.valid_T(), ranks)
         # Padding starts as zeros and stays finite, whatever the embedding of its id.
         x = jnp.where(stage == 0, jnp.where(valid[:, None], embedded, 0), local.hidden[:rows])
         x, cache, work = run_stage(
@@ -84,7 +85,7 @@ def make_tick(
             spec,
         )
         with jax.named_scope("unembed"):
-            logits = model.unembed(_last_token(x, chunk, len(plan.layers) - 1))
+            logits = model.unembed(_last_token(x, chunk, ranks, len(plan.layers) - 1))
         stages = len(plan.layers)
         with jax.named_scope("hand_off"):
             moved = jax.lax.ppermute(x, PP, [(s, s + 1) for s in range(stages - 1)])
@@ -109,17 +110,16 @@ def _stage_layer(layer: DecoderLayer) -> DecoderLayer:
     return nnx.merge(graph, jax.tree.map(lambda a: a[0], params))
 
 
-def _last_token(x_TD: jax.Array, chunk: ChunkView, last_stage: int) -> jax.Array:
+def _last_token(x_TD: jax.Array, chunk: ChunkView, ranks: int, last_stage: int) -> jax.Array:
     """The residual stream of the last token of the last stage's chunk, on every device.
 
-    The layout keeps the last token of every chunk on ring rank 0.
+    The layout keeps the last token of every chunk on ring rank 0; where several devices hold it, the first is asked.
     """
-    ulysses = jax.lax.axis_size(ULYSSES)
     slot = jnp.maximum(chunk.num_tokens - 1, 0)
     holder = (
         (jax.lax.axis_index(PP) == last_stage)
         & (jax.lax.axis_index(RING) == 0)
-        & (jax.lax.axis_index(ULYSSES) == slot % ulysses)
+        & (jax.lax.axis_index(ULYSSES) == slot % ranks)
     )
-    row = jax.lax.dynamic_index_in_dim(x_TD, slot // ulysses, keepdims=False)
+    row = jax.lax.dynamic_index_in_dim(x_TD, slot // ranks, keepdims=False)
     return jax.lax.psum(jnp.where(holder, row, 0), (PP, *SEQUENCE_AXES))

@@ -97,6 +97,30 @@ def test_work_of_a_ring_and_packed_experts(config: GptOssConfig) -> None:
     json.dumps(summary_row("toy", MeshShape(1, 4, 2), found))
 
 
+@pytest.mark.parametrize(("form", "bytes_of_a_value"), [("psum", 2 * 4 / 2), ("tree", 2.0)])
+def test_sums_of_tensor_parallelism(config: GptOssConfig, form: str, bytes_of_a_value: float) -> None:
+    """On two ranks: half of 2 x 4 bytes by a ring of float32; twice the half of bfloat16."""
+    shape = MeshShape(1, 2, 2)
+    found = audit(config, shape, num_tokens=128, tensor_parallel=True, all_reduce=form, **BLOCKS)
+    assert found.failures == ()
+    for exchange in found.traffic:
+        assert exchange.num_bytes == exchange.formula > 0
+        assert exchange.axes == exchange.formula_axes != ()
+    operations = {"psum": ["psum"], "tree": ["all_to_all", "all_gather"]}[form]
+    rows = [row for row in found.traffic if row.key.scope in ("project_in", "project_out", "experts")]
+    assert {row.key.operation for row in rows} == set(operations)
+    # Two chunks of 64 tokens, 32 on a ring rank, in eight layers of 96 numbers, after attention and after experts.
+    assert sum(row.num_bytes for row in rows) == 2 * 8 * 2 * 32 * 96 * bytes_of_a_value
+    assert all(row.axes == ("ulysses",) for row in rows)
+    assert found.work.rows.sum() == 128
+    assert found.work.expert_operations.shape == (1, 2, 1)
+    whole = cost.prompt_operations(config, 128).experts
+    np.testing.assert_allclose(2 * found.work.expert_operations.sum(), whole)
+    parts = {row.part: row.num_bytes for row in found.memory}
+    assert parts["weights: experts"] == 8 * 8 * ((96 * 3 * 32) * 2 + (2 * 32 + 96) * 4)
+    assert "all passed" in format_audit(found)
+
+
 def programs_of(config: GptOssConfig, shape: MeshShape) -> TickPrograms:
     plan = plan_stages(config.layer_types, shape.pp)
     options: dict[str, Any] = {"dtype": "bfloat16", "packed_experts": False, "expert_parallel": False}
@@ -184,6 +208,8 @@ def test_exchanges_that_are_not_part_of_the_design_are_refused(config: GptOssCon
         ({"num_tokens": 2049}, "2049 tokens.*1 to 2048"),
         ({"expert_weights": "int8"}, "expert_weights='int8'"),
         ({"dtype": "float16"}, "dtype='float16'"),
+        ({"tensor_parallel": True, "all_reduce": "star"}, "all_reduce='star'"),
+        ({"tensor_parallel": True, "expert_parallel": True}, "both divide the experts"),
         ({"shape": MeshShape(1, 1, 3)}, "ulysses=3"),
         ({"shape": MeshShape(4, 4, 1)}, "needs 16 devices"),
         ({"shape": MeshShape(9, 1, 1)}, "pp=9"),

@@ -58,6 +58,7 @@ def test_rows_of_the_tiny_cases(tmp_path: pathlib.Path) -> None:
         assert row["device_kind"] == "cpu"
         assert row["jax"].count(".") == 2
         assert (row["model"], row["dtype"], row["expert_weights"]) == ("tiny", "bfloat16", "bfloat16")
+        assert (row["parallelism"], row["all_reduce"]) == ("context", None)
         chunks = -(-row["prompt_tokens"] // 64) * row["concurrency"]
         assert row["ticks"] == chunks + int(row["mesh"][0]) - 1
         total = row["concurrency"] * cost.prompt_operations(TINY, row["prompt_tokens"]).total
@@ -73,6 +74,36 @@ def test_rows_of_the_tiny_cases(tmp_path: pathlib.Path) -> None:
     picture = matplotlib.image.imread(tmp_path / "tiny.png")
     assert picture.shape[0] > 300
     assert picture.std() > 0.05
+
+
+def test_context_and_tensor_parallelism_are_measured_on_the_same_mesh(tmp_path: pathlib.Path) -> None:
+    mesh = MeshShape(1, 1, 2)
+    settings = bench.Settings(
+        model="tiny",
+        num_layers=1,
+        meshes=(mesh,),
+        cases=bench_prefill.product_of((mesh,), (30,), (1,)),
+        expert_weights=("bfloat16",),
+        parallelism=("context", "tensor"),
+        all_reduce="tree",
+        options={"dtype": "bfloat16", "chunk_tokens": 16},
+        prefill=True,
+        operations=False,
+        repeats=1,
+        max_tries=1,
+    )
+    rows = list(bench.measure(settings))
+    assert [(r["kind"], r["mesh"], r["parallelism"], r["all_reduce"]) for r in rows] == [
+        (kind, "1x1x2", *how) for how in (("context", None), ("tensor", "tree")) for kind in ("engine", "prefill")
+    ]
+    whole, divided = (row["memory"]["weights"] for row in rows if row["kind"] == "engine")
+    assert 2 / 3 < divided["experts"] / whole["experts"] < 0.68  # three blocks on two ranks: two on each
+    context, tensor = (row for row in rows if row["kind"] == "prefill")
+    np.testing.assert_allclose(tensor["relative_time"], context["share_of_peak"] / tensor["share_of_peak"])
+    labels = [style["label"] for style in bench_plot._styles([context, tensor]).values()]
+    assert [label.split(", ")[-1] for label in labels] == ["context parallel", "tensor parallel"]
+    bench_plot.plot(rows, str(tmp_path / "both.png"))
+    assert matplotlib.image.imread(tmp_path / "both.png").std() > 0.05
 
 
 def test_rows_of_one_prompt_are_those_of_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +167,20 @@ def test_a_second_start_finds_the_programs_of_the_first() -> None:
 def test_what_cannot_be_measured_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--parallelism=context,pipeline"], "--parallelism=context,pipeline: it lists context, tensor, or both"),
+        (["--all_reduce=tree"], "--all_reduce=tree is of no use without --parallelism=tensor"),
+        (["--option=tensor_parallel=True"], "tensor_parallel is not one of"),
+    ],
+)
+def test_parallelism_that_cannot_be_measured_is_refused(given: list[str], message: str) -> None:
+    done = run_program("--model=tiny", *given)
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def test_a_refusal_ends_the_program_with_the_reason() -> None:

@@ -189,12 +189,13 @@ def test_a_run_without_bad_lines_ends_with_0_and_gives_the_same_numbers_again(
     for a, b in zip(first, second, strict=True):
         assert {k: v for k, v in a.items() if k != "ttft_s"} == {k: v for k, v in b.items() if k != "ttft_s"}
     assert first[0]["top_logprobs"] == first[1]["top_logprobs"]
-    status, split, _ = run_lines(tiny_dir, tmp_path, lines, "--nowarmup", "--expert_parallel")
-    assert status == 0
-    for a, b in zip(first, split, strict=True):
-        assert a["token_id"] == b["token_id"]
-        ordinary, parallel = ([t["logprob"] for t in result["top_logprobs"]] for result in (a, b))
-        np.testing.assert_allclose(ordinary, parallel, atol=1e-4, rtol=0)
+    for how in (["--expert_parallel"], ["--tensor_parallel", "--all_reduce=tree"]):
+        status, split, _ = run_lines(tiny_dir, tmp_path, lines, "--nowarmup", *how)
+        assert status == 0
+        for a, b in zip(first, split, strict=True):
+            assert a["token_id"] == b["token_id"]
+            ordinary, parallel = ([t["logprob"] for t in result["top_logprobs"]] for result in (a, b))
+            np.testing.assert_allclose(ordinary, parallel, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,8 @@ def test_a_run_without_bad_lines_ends_with_0_and_gives_the_same_numbers_again(
             "the memory budget of 97.66 KiB (100,000 bytes) per device is less than its weights",
         ),
         (["--expert_parallel", "--ulysses=4", "--cpu_devices=4"], "split 6 experts over ulysses=4"),
+        (["--expert_parallel", "--tensor_parallel"], "both divide the experts"),
+        (["--all_reduce=flat"], "of no use without tensor_parallel"),
     ],
 )
 def test_what_cannot_start_says_why(

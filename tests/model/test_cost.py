@@ -21,6 +21,7 @@ from slope_jax.model.config import FULL, GptOssConfig, load_config
 from slope_jax.model.gpt_oss import abstract_model
 from slope_jax.model.published import PUBLISHED, find_config, published_config
 from slope_jax.model.stages import plan_stages
+from slope_jax.model.tensor_split import TensorSplit
 from tests.model.test_config import EXPECTED
 
 BIG = published_config("gpt-oss-120b")
@@ -116,15 +117,17 @@ def test_checkpoint_bytes_are_those_of_the_tensors(toy_dir: pathlib.Path, packed
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("expert_parallel", [True, False])
-@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(2, 2, 2), MeshShape(3, 1, 2)], ids=str)
+@pytest.mark.parametrize("divided", ["nothing", "experts", "layers"])
+@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(2, 2, 2), MeshShape(3, 1, 2), MeshShape(1, 1, 8)], ids=str)
 def test_device_weight_bytes_are_those_of_the_state(
-    toy_irregular_dir: pathlib.Path, shape: MeshShape, packed: bool, expert_parallel: bool, dtype: str
+    toy_irregular_dir: pathlib.Path, shape: MeshShape, packed: bool, divided: str, dtype: str
 ) -> None:
     """Seven layers of irregular kinds leave slots empty on 2 and 3 stages, and no axis divides by 6."""
     config = load_config(toy_irregular_dir)
     plan = plan_stages(config.layer_types, shape.pp)
-    _, state = abstract_model(config, plan, make_mesh(shape), dtype, packed, expert_parallel)
+    expert_parallel = divided == "experts"
+    split = TensorSplit.of(shape.ulysses, "psum" if divided == "layers" else None)
+    _, state = abstract_model(config, plan, make_mesh(shape), dtype, packed, expert_parallel, split)
     sums: collections.Counter[str] = collections.Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = jax.tree_util.keystr(path)
@@ -140,7 +143,9 @@ def test_device_weight_bytes_are_those_of_the_state(
             if any(key in name for key in keys)
         )
         sums[part] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    formula = cost.device_weight_bytes(config, plan, shape, dtype, packed=packed, expert_parallel=expert_parallel)
+    formula = cost.device_weight_bytes(
+        config, plan, shape, dtype, packed=packed, expert_parallel=expert_parallel, split=split
+    )
     assert dataclasses.asdict(formula) == dict(sums)
 
 
@@ -159,19 +164,21 @@ def test_cache_bytes_are_those_of_the_cache(toy_dir: pathlib.Path, shape: MeshSh
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "ring_pass", "expert_parallel"),
+    ("shape", "dtype", "ring_pass", "expert_parallel", "form"),
     [
-        (MeshShape(2, 2, 2), "bfloat16", "kv", False),
-        (MeshShape(2, 2, 2), "bfloat16", "q", True),
-        (MeshShape(1, 1, 4), "float32", "auto", True),
+        (MeshShape(2, 2, 2), "bfloat16", "kv", False, None),
+        (MeshShape(2, 2, 2), "bfloat16", "q", True, None),
+        (MeshShape(1, 1, 4), "float32", "auto", True, None),
+        (MeshShape(2, 2, 2), "bfloat16", "kv", False, "flat"),
     ],
     ids=str,
 )
 def test_traffic_is_what_the_compiled_tick_exchanges(
-    toy_dir: pathlib.Path, shape: MeshShape, dtype: str, ring_pass: str, expert_parallel: bool
+    toy_dir: pathlib.Path, shape: MeshShape, dtype: str, ring_pass: str, expert_parallel: bool, form: str | None
 ) -> None:
     """A program holds the exchanges of a unit of layers, of a round of the ring, and of a round of experts once."""
     options: dict[str, Any] = {"ring_pass": ring_pass, "expert_parallel": expert_parallel}
+    options |= {"tensor_parallel": form is not None, "all_reduce": form}
     it: Any = Engine.load(
         toy_dir, mesh=shape, dtype=dtype, chunk_tokens=256, kv_cache_tokens=512, page_tokens=8, **options
     )
@@ -187,6 +194,7 @@ def test_traffic_is_what_the_compiled_tick_exchanges(
         rounds=1,
         ring_pass="kv" if ring_pass == "auto" else ring_pass,
         expert_parallel=expert_parallel,
+        split=TensorSplit.of(shape.ulysses, form),
     )
     expected: collections.Counter[Any] = collections.Counter()
     for c in traffic.collectives:
@@ -199,6 +207,39 @@ def test_traffic_is_what_the_compiled_tick_exchanges(
             sent = cost.sent_bytes(e.operation, e.operand_bytes, e.ranks)
             found[e.operation, e.axes(sizes), e.operand_bytes, sent] += 1
     assert found == expected
+
+
+def test_sums_of_tensor_parallelism_are_the_published_ones() -> None:
+    """gpt-oss-120b on 8 ranks in bfloat16: 20,160 bytes a token and layer, against 16,128 of heads and tokens."""
+    sent = {}
+    for form in (None, "tree", "flat", "psum"):
+        traffic = cost.tick_traffic(
+            BIG,
+            plan_stages(BIG.layer_types, 1),
+            MeshShape(1, 1, 8),
+            "bfloat16",
+            bucket=4096,
+            ring_block=4096,
+            rounds=1,
+            split=TensorSplit.of(8, form),
+        )
+        tokens = 36 * (4096 // 8 if form is None else 4096)
+        layers = sum(traffic.sent_bytes(layer=kind) for kind in set(BIG.layer_types))
+        sent[form] = layers / tokens
+    assert sent == {None: 16_128, "tree": 20_160, "flat": 80_640, "psum": 40_320}
+
+
+def test_activations_of_tensor_parallelism_hold_all_tokens() -> None:
+    shape, sizes = MeshShape(1, 2, 8), {}
+    for form in (None, "tree", "flat"):
+        sizes[form] = cost.activation_bytes(BIG, shape, 4096, "bfloat16", TensorSplit.of(8, form))
+    assert sizes["tree"].residual == 8 * sizes[None].residual == 2048 * 2880 * 4
+    assert sizes["tree"].attention == sizes[None].attention
+    token = 2880 * 2
+    # Sent and received: every rank's values; or, one after the other, a piece for every rank, and all pieces.
+    assert sizes["flat"].all_reduce == 2048 * token * 9
+    assert sizes["tree"].all_reduce == 2048 * token * (2 + 1 / 8 + 1)
+    assert sizes[None].all_reduce == 0
 
 
 def test_configs_are_found_by_name_and_path(toy_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:

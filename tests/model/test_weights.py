@@ -21,6 +21,7 @@ from slope_jax.model.checkpoint import Checkpoint
 from slope_jax.model.config import SLIDING, load_config
 from slope_jax.model.placement import ShardBuilder
 from slope_jax.model.stages import StagePlan, plan_stages
+from slope_jax.model.tensor_split import TensorSplit
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import TOY, TOY_IRREGULAR, WIDE, TinyModel, WriteCheckpoint
 
@@ -34,13 +35,14 @@ def load(
     dtype: Any,
     packed: bool,
     expert_parallel: bool = False,
+    split: TensorSplit = TensorSplit(),  # noqa: B008 - frozen
 ) -> tuple[dict[str, jax.Array], StagePlan]:
     """The loaded parameters by name, and the plan that they were loaded with."""
     config = source.config if isinstance(source, Checkpoint) else load_config(source)
     plan = plan_stages(config.layer_types, shape[0])
     mesh = make_mesh(MeshShape(*shape), jax.devices()[: np.prod(shape)])
     opened = source if isinstance(source, Checkpoint) else weights.open_source(source)
-    _, state = weights.load_model(opened, config, plan, mesh, dtype, packed, expert_parallel)
+    _, state = weights.load_model(opened, config, plan, mesh, dtype, packed, expert_parallel, split)
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in leaves]
     return dict(zip(names, (array for _, array in leaves), strict=True)), plan
@@ -175,6 +177,68 @@ def test_expert_parallelism_gives_every_device_its_own_experts(
             np.testing.assert_array_equal(np.asarray(shard.data), part, err_msg=f"{name} {pp} {ulysses}")
     index = json.loads((source.directory / "model.safetensors.index.json").read_text())
     assert source.bytes_read == index["metadata"]["total_size"]
+
+
+def parts_of_rank(model: TinyModel, ranks: int, rank: int) -> dict[str, tuple[int, list[int | None]]]:
+    """Which places of each divided parameter a rank has, head by head and column by column; None where it has zeros.
+
+    Of each, the axis after the stages and repeats, and the places in the parameter of the whole model.
+    """
+    N, K, H, F = model.num_heads, model.num_kv_heads, model.head_dim, model.intermediate
+    heads = list(range(rank * N // ranks, (rank + 1) * N // ranks))
+    kv_heads = list(dict.fromkeys(h // (N // K) for h in heads))
+    columns = [*heads, *(N + k for k in kv_heads), *(N + K + k for k in kv_heads)]
+    blocks = -(-F // 32 // ranks)  # of the width, on each rank
+    width = [f if f < F else None for f in range(32 * blocks * rank, 32 * blocks * (rank + 1))]
+    gates_and_ups = [*width, *(None if f is None else F + f for f in width)]
+
+    def of_heads(which: list[int]) -> list[int | None]:
+        return [h * H + i for h in which for i in range(H)]
+
+    return {
+        "attention.qkv_kernel": (1, of_heads(columns)),
+        "attention.qkv_bias": (0, of_heads(columns)),
+        "attention.sinks": (0, list(heads)),
+        "attention.out_kernel": (0, of_heads(heads)),
+        "moe.experts.gate_up": (2, gates_and_ups),
+        "moe.experts.gate_up_bias": (1, gates_and_ups),
+        "moe.experts.gate_up_blocks": (1, gates_and_ups),
+        "moe.experts.gate_up_scales": (1, gates_and_ups),
+        "moe.experts.down": (1, width),
+        "moe.experts.down_blocks": (2, [None if f is None else f // 32 for f in width[::32]]),
+        "moe.experts.down_scales": (2, [None if f is None else f // 32 for f in width[::32]]),
+    }
+
+
+@pytest.mark.parametrize("form", ["unpacked", "packed", "unquantised"])
+@pytest.mark.parametrize(
+    ("model", "shape"), [(TOY, (4, 1, 2)), (TOY, (1, 1, 8)), (WIDE, (1, 2, 4))], ids=["toy-2", "toy-8", "wide-4"]
+)
+def test_tensor_parallelism_gives_every_device_its_heads_and_columns(
+    checkpoint: WriteCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    model: TinyModel,
+    shape: tuple[int, int, int],
+    form: str,
+) -> None:
+    """Bit for bit, with empty slots, KV heads that several ranks have, and blocks that the ranks do not divide."""
+    monkeypatch.setattr(weights, "PIECE_BYTES", 30_000)
+    packed, ranks = form == "packed", shape[2]
+    directory = checkpoint(model, experts="bfloat16") if form == "unquantised" else checkpoint(model)
+    state, plan = load(directory, shape, BFLOAT16, packed, split=TensorSplit(ranks=ranks))
+    wanted = expected(model, plan, 8, BFLOAT16, packed)
+    assert state.keys() == wanted.keys()
+    for name in (n for n in wanted if n.startswith("layers.")):
+        key = name.split(".", 2)[2]
+        for shard in state[name].addressable_shards:
+            pp, _, ulysses = np.unravel_index(shard.device.id, shape)
+            part = wanted[name][pp : pp + 1]
+            if key in (parts := parts_of_rank(model, ranks, int(ulysses))):
+                axis, places = parts[key]
+                zero = np.zeros_like(np.take(part, [0], axis + 2))
+                columns = [zero if p is None else np.take(part, [p], axis + 2) for p in places]
+                part = np.concatenate(columns, axis + 2)
+            np.testing.assert_array_equal(np.asarray(shard.data), part, err_msg=f"{name} {pp} {ulysses}")
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -110,3 +113,28 @@ def test_a_damaged_file_is_compiled_again(
 def test_without_a_folder_nothing_is_kept() -> None:
     assert program_cache.cache_folder() is None
     np.testing.assert_array_equal(run(compiled()), [0, 2, 4, 6])
+
+
+TWO_ENGINES = """
+import sys
+import jax
+import numpy as np
+from slope_jax import Engine, MeshShape
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+options = {"mesh": MeshShape(1, 2, 2), "dtype": "float32", "kv_cache_tokens": 64, "page_tokens": 8}
+for chunk_tokens in (16, 17):  # which differ in nothing but the name of what they are made from
+    engine = Engine.load(sys.argv[1], chunk_tokens=chunk_tokens, **options)
+    print(engine.prefill([list(range(1, 50))])[0].token_id)
+"""
+
+
+def test_a_program_that_jax_has_kept_already_can_be_found_again(toy_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """XLA cannot write a program twice: once read from JAX's cache, it loses its functions when it is written again."""
+    command = [sys.executable, "-c", TWO_ENGINES, os.fspath(toy_dir), os.fspath(tmp_path / "cache")]
+    tokens = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
+    assert len(set(tokens[0])) == 1
+    assert tokens[0] == tokens[1]
