@@ -32,14 +32,13 @@ from slope_jax.planner import Cluster, Prediction, known_devices, plan
 from slope_jax.planner.assumptions import assumptions
 from slope_jax.planner.calibrate import calibrate
 from slope_jax.planner.devices import to_toml
-from slope_jax.planner.layout import EXPERT, SEQUENCE, TENSOR
+from slope_jax.planner.layout import SEQUENCE, SPLITS
 from slope_jax.planner.models import PlannedModel, read_model
 from slope_jax.planner.search import Refused, check_lengths, of_mesh, rank
 from slope_jax.planner.solve import requirements
 from slope_jax.planner.table import as_json, format_calibration, format_explanation, format_plan
 
 Number = TypeVar("Number", int, float)
-_SPLITS = (SEQUENCE, EXPERT, TENSOR)
 
 
 def open_model(name: str) -> PlannedModel:
@@ -105,8 +104,8 @@ def run(values: flags.FlagValues) -> int:
             return 0
         tokens = numbers("tokens", values.tokens, int)
         splits = values.splits
-        if unknown := sorted(set(splits) - set(_SPLITS)):
-            raise ValueError(f"--splits: {', '.join(unknown)} is not one of {', '.join(_SPLITS)}")
+        if unknown := sorted(set(splits) - set(SPLITS)):
+            raise ValueError(f"--splits: {', '.join(unknown)} is not one of {', '.join(SPLITS)}")
         if values.explain:
             print(explain(model, cluster, numbers("explain", values.explain, int), tokens, splits))
             return 0
@@ -169,9 +168,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list(
         "ttft_slo", [], "The target for the time to first token in seconds, one for each length.", flag_values=values
     )
-    flags.DEFINE_list(
-        "splits", [SEQUENCE, EXPERT], f"What ulysses ranks may do: {', '.join(_SPLITS)}.", flag_values=values
-    )
+    flags.DEFINE_list("splits", list(SPLITS), f"What ulysses ranks may do: {', '.join(SPLITS)}.", flag_values=values)
     flags.DEFINE_enum(
         "ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.", flag_values=values
     )

@@ -7,15 +7,18 @@ import functools
 
 import jax.numpy as jnp
 
+from slope_jax.mesh import all_reduce
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.model import cost
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.stages import StagePlan, plan_stages
+from slope_jax.model.tensor_split import TensorSplit
 from slope_jax.planner.devices import Cluster
 from slope_jax.programs import DTYPES
 
 # Values of the ulysses axis: what its ranks do with a layer.
 SEQUENCE, EXPERT, TENSOR = "sequence", "expert", "tensor"
+SPLITS = (SEQUENCE, EXPERT, TENSOR)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +46,14 @@ class Layout:
         return self.shape.ring * (1 if self.split == TENSOR else self.shape.ulysses)
 
     @property
-    def tensor_ranks(self) -> int:
-        """Ranks among which the weights of every layer are divided."""
-        return self.shape.ulysses if self.split == TENSOR else 1
+    def tensor_split(self) -> TensorSplit:
+        """Over how many ulysses ranks the layers are divided."""
+        return TensorSplit.of(self.shape.ulysses, self.all_reduce)
+
+    @property
+    def all_reduce(self) -> str | None:
+        """The form of the sum of tensor parallelism, in which values travel in the compute dtype; None without it."""
+        return all_reduce.TREE if self.split == TENSOR else None
 
     def __str__(self) -> str:
         tail = {SEQUENCE: "", EXPERT: " EP", TENSOR: " TP"}[self.split]
@@ -105,23 +113,21 @@ def memory(config: GptOssConfig, layout: Layout, cluster: Cluster, num_tokens: i
         shape,
         dtype,
         packed=layout.expert_weights == "mxfp4",
-        expert_parallel=layout.split != SEQUENCE,
+        expert_parallel=layout.split == EXPERT,
+        split=layout.tensor_split,
     )
-    attention = weights.attention // layout.tensor_ranks
     cache = cost.cache_bytes(config, plan, shape, dtype)
     of_prompt = -(-num_tokens // shape.ring) * cache.slot + cache.request
     chunk = min(layout.chunk_tokens, num_tokens)
-    activations = cost.activation_bytes(config, shape, chunk, dtype)
-    # Ranks that hold all tokens hold all of the residual stream, and of what enters and leaves the experts.
-    whole = activations.residual + activations.hand_off + activations.experts
-    peak = activations.peak if layout.split != TENSOR else whole * shape.ulysses
+    activations = cost.activation_bytes(config, shape, chunk, dtype, layout.tensor_split)
     # The product with gates and ups is the largest value that the formula leaves out.
     pairs = config.experts_per_token * chunk / layout.token_ranks
-    inner = int(pairs * 2 * config.intermediate_size / layout.tensor_ranks) * jnp.dtype(dtype).itemsize
+    width = layout.tensor_split.share(config).intermediate_size
+    inner = int(pairs * 2 * width) * jnp.dtype(dtype).itemsize
     return Memory(
-        weights=weights.total - weights.attention + attention,
+        weights=weights.total,
         kv=prompts * of_prompt,
-        activations=peak + inner,
+        activations=activations.peak + inner,
         reserve=int(cluster.memory_bytes * cluster.curve("memory_reserve")()),
         capacity=cluster.memory_bytes,
         kv_of_prompt=of_prompt,

@@ -10,18 +10,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from slope_jax.mesh import pass_choice
-from slope_jax.mesh.axes import RING, ULYSSES
+from slope_jax.mesh.axes import RING
 from slope_jax.model import cost, kernel_cost
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
 from slope_jax.model.cost import Collective
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.fabric import Fabric
-from slope_jax.planner.layout import EXPERT, TENSOR, Layout, stages_of
+from slope_jax.planner.layout import EXPERT, Layout, stages_of
 from slope_jax.planner.schedule import Schedule
 from slope_jax.programs import DTYPES
 
@@ -40,7 +39,10 @@ _SCOPES = {
     "window_attention": "halo",
     "experts": "expert_all_to_all",
     "hand_off": "hand_off",
+    "pass_kv": "ring",
+    "pass_q": "ring",
 }
+_SUMS = ("sum of attention", "sum of experts")  # of tensor parallelism
 _TILES = (16, 128)  # least and most rows of a tile of the experts' products
 
 
@@ -88,9 +90,10 @@ class OperationTimes:
         self._dtype = DTYPES[layout.dtype]
         self._fabric = Fabric(cluster, layout.shape)
         self._one, self._window = (dataclasses.replace(config, layer_types=(kind,)) for kind in (FULL, SLIDING))
-        self._token = cost.chunk_operations(self._one, 0, 1, is_last=True)  # of one token in one layer
-        self._weights = cost.checkpoint_bytes(self._one, packed=layout.expert_weights == "mxfp4")
-        self._elementwise = kernel_cost.elementwise_bytes(config, self._dtype)
+        mine = layout.tensor_split.share(self._one)  # the model that a rank of tensor parallelism is
+        self._token = cost.chunk_operations(mine, 0, 1, is_last=True)  # of one token in one layer
+        self._weights = cost.checkpoint_bytes(mine, packed=layout.expert_weights == "mxfp4")
+        self._elementwise = kernel_cost.elementwise_bytes(mine, self._dtype)
         self._bytes_per_s = cluster.memory_bandwidth * cluster.curve("memory")()
         kinds = [[config.layer_types[i] for i in stage if i is not None] for stage in self._plan.layers]
         self._full = np.array([k.count(FULL) for k in kinds], np.float64)[:, None]
@@ -154,13 +157,13 @@ class OperationTimes:
 
     def _dense_layer(self, bucket: int) -> tuple[float, float, float]:
         """Projections, router, and elementwise operations of one layer with the rows of a bucket, on a device."""
-        rows, ranks = bucket / self._layout.token_ranks, self._layout.tensor_ranks
+        rows = bucket / self._layout.token_ranks
         share = self._quantity("dense", rows)
         token, weights, bytes_ = self._token, self._weights, self._elementwise
         return (
-            self._product(token.projections * rows / ranks, share, weights.attention / ranks),
+            self._product(token.projections * rows, share, weights.attention),
             self._product(token.router * rows, share, weights.router),
-            rows * (bytes_.residual + (bytes_.heads + bytes_.experts) / ranks) / self._bytes_per_s,
+            rows * bytes_.total / self._bytes_per_s,
         )
 
     def _unembedding(self) -> float:
@@ -183,10 +186,10 @@ class OperationTimes:
         tile = int(min(max(1 << int(np.log2(max(per_expert, 1))), _TILES[0]), _TILES[1]))
         rows = kernel_cost.grouped_rows(pairs, experts, tile)
         share = self._quantity("experts", per_expert)
-        operations = self._token.experts / c.experts_per_token / layout.tensor_ranks  # of a pair
+        operations = self._token.experts / c.experts_per_token  # of a pair
         compute = rows * operations / (self._cluster.matmul_flops * share)
         used = kernel_cost.used_experts(pairs, experts)
-        stream = used * self._weights.experts / c.num_experts / layout.tensor_ranks / self._bytes_per_s
+        stream = used * self._weights.experts / c.num_experts / self._bytes_per_s
         seconds = max(compute, stream) + self._quantity("expert_overlap") * min(compute, stream)
         return seconds, compute * (1 - pairs / rows) if compute > stream else 0.0
 
@@ -213,18 +216,15 @@ class OperationTimes:
             rounds=1,
             ring_pass=ring_pass,
             expert_parallel=layout.split == EXPERT,
+            split=layout.tensor_split,
         )
-        collectives = list(traffic.collectives)
-        if layout.split == TENSOR:
-            collectives = tensor_collectives(self._config, len(self._plan.pattern), layout, bucket, collectives)
         found = []
-        for collective in collectives:
-            name = _SCOPES.get(collective.scope, "other_exchanges")
-            if collective.scope in ("pass_kv", "pass_q"):
-                name = "ring"
-            elif collective.scope == "tensor":
-                name = "all_reduce"
-            exchange = self._fabric.exchange(collective.operation, collective.axes)
+        for collective in traffic.collectives:
+            name, operation = _SCOPES.get(collective.scope, "other_exchanges"), collective.operation
+            if collective.purpose in _SUMS:
+                # Both steps together move the bytes of the all-reduce of which the rate is known.
+                name, operation = "all_reduce", "psum"
+            exchange = self._fabric.exchange(operation, collective.axes)
             found.append((name, collective, exchange.time(collective.sent_bytes)))
         return found
 
@@ -266,33 +266,6 @@ class OperationTimes:
         shared = shape.num_devices > 1 and "sharing" in self._cluster.quantities
         factor = self._quantity("sharing") if shared else 1.0
         return {name: factor * seconds * scale[name] for name, seconds in parts.items()}
-
-
-def tensor_collectives(
-    config: GptOssConfig, slots: int, layout: Layout, bucket: int, collectives: list[Collective]
-) -> list[Collective]:
-    """The exchanges of a tick when the ulysses axis is used for tensor parallelism.
-
-    Every rank has all tokens and some of the heads, so there is no exchange before and after attention; instead the
-    partial sums of attention and of the experts are added up over the ranks, in the compute dtype.
-    """
-    shape = layout.shape
-    operand = bucket // shape.ring * config.hidden_size * jnp.dtype(DTYPES[layout.dtype]).itemsize
-    kept = [c for c in collectives if c.scope not in ("project_in", "project_out")]
-    whole = [
-        dataclasses.replace(c, sent_bytes=c.sent_bytes * shape.ulysses) if c.scope == "hand_off" else c for c in kept
-    ]
-    reduction = Collective(
-        purpose="sum over ranks",
-        scope="tensor",
-        operation="psum",
-        axes=(ULYSSES,),
-        layer=None,
-        count=2 * slots,
-        operand_bytes=operand,
-        sent_bytes=cost.sent_bytes("psum", operand, shape.ulysses),
-    )
-    return [*whole, reduction]
 
 
 def ring_machine(config: GptOssConfig, cluster: Cluster, layout: Layout, num_tokens: int) -> pass_choice.Machine:

@@ -105,6 +105,7 @@ class Scheduler:
             dtype=layout.dtype,
             packed_experts=layout.expert_weights == "mxfp4",
             expert_parallel=layout.split == EXPERT,
+            all_reduce=layout.all_reduce,
             chunk_tokens=small,
             kv_cache_tokens=small,
             block_q=None,

@@ -13,7 +13,7 @@ from slope_jax.mesh.layout import smallest_bucket
 from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import Prediction, predict
-from slope_jax.planner.layout import EXPERT, SEQUENCE, TENSOR, Layout, refusal
+from slope_jax.planner.layout import EXPERT, SEQUENCE, SPLITS, TENSOR, Layout, refusal
 
 MODEL_ERROR = 0.05  # relative difference of two times below which the model does not tell them apart
 _CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -84,7 +84,7 @@ def plan(
     ttft_slo: Sequence[float] | None = None,
     *,
     expert_weights: str = "mxfp4",
-    splits: Sequence[str] = (SEQUENCE, EXPERT),
+    splits: Sequence[str] = SPLITS,
     ring_pass: str = pass_choice.AUTO,
 ) -> Plan:
     """Finds the best ways to prefill prompts of some lengths on a cluster.
@@ -136,7 +136,7 @@ def answer(
     target_s: float | None,
     *,
     expert_weights: str = "mxfp4",
-    splits: Sequence[str] = (SEQUENCE, EXPERT),
+    splits: Sequence[str] = SPLITS,
     ring_pass: str = pass_choice.AUTO,
 ) -> Answer:
     """Tries all configurations for one length (see `plan`)."""
@@ -173,7 +173,7 @@ def rank(prediction: Prediction, target_s: float | None) -> tuple[float, ...]:
     return -served, float(f"{prediction.ttft_s:.3g}"), -float(f"{prediction.requests_per_s:.3g}"), prediction.chunks
 
 
-def meshes(devices: int, splits: Sequence[str] = (SEQUENCE, EXPERT)) -> Iterator[tuple[MeshShape, str]]:
+def meshes(devices: int, splits: Sequence[str] = SPLITS) -> Iterator[tuple[MeshShape, str]]:
     """Every mesh of which a number of equal replicas uses all devices, and what its ulysses ranks may do."""
     for size in _divisors(devices):
         for pp in _divisors(size):

@@ -10,7 +10,7 @@ from slope_jax import MeshShape
 from slope_jax.model.published import published_config
 from slope_jax.planner import Answer, Cluster, Plan, plan
 from slope_jax.planner.assumptions import assumptions, hangs_on
-from slope_jax.planner.layout import EXPERT, SEQUENCE
+from slope_jax.planner.layout import EXPERT, SEQUENCE, SPLITS
 from slope_jax.planner.search import MODEL_ERROR, Refused, meshes, of_mesh, rank
 
 CONFIG = published_config("gpt-oss-120b")
@@ -83,6 +83,7 @@ def test_replicated_experts_on_one_stage_do_not_fit(found: Plan) -> None:
 def test_meshes_are_all_that_divide_the_devices() -> None:
     every = list(meshes(32))
     plain = [shape for shape, split in every if split == SEQUENCE]
+    assert {split for shape, split in every if shape.ulysses > 1} == set(SPLITS)
     assert len(plain) == len(set(plain)) == 21 + 15 + 10 + 6 + 3 + 1
     assert all(32 % shape.num_devices == 0 for shape, _ in every)
 
