@@ -105,7 +105,7 @@ def predict(
         replicas=replicas,
         num_tokens=num_tokens,
         ttft_s=found.ttft_s,
-        requests_per_s=replicas / period,
+        requests_per_s=(1 if cluster.shares_cores else replicas) / period,  # replicas that share cores take turns
         parts=found.parts,
         bubble_s=found.bubble_s,
         padding_s=found.padding_s,

@@ -124,12 +124,14 @@ def memory(config: GptOssConfig, layout: Layout, cluster: Cluster, num_tokens: i
     pairs = config.experts_per_token * chunk / layout.token_ranks
     width = layout.tensor_split.share(config).intermediate_size
     inner = int(pairs * 2 * width) * jnp.dtype(dtype).itemsize
+    # Devices that share cores are of one machine, and share its memory too.
+    capacity = cluster.memory_bytes // (shape.num_devices if cluster.shares_cores else 1)
     return Memory(
         weights=weights.total,
         kv=prompts * of_prompt,
         activations=activations.peak + inner,
-        reserve=int(cluster.memory_bytes * cluster.curve("memory_reserve")()),
-        capacity=cluster.memory_bytes,
+        reserve=int(capacity * cluster.curve("memory_reserve")()),
+        capacity=capacity,
         kv_of_prompt=of_prompt,
     )
 

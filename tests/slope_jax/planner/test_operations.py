@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slope_jax import MeshShape
+from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.model.published import published_config
 from slope_jax.planner import Cluster, Layout, Prediction, predict
 from slope_jax.planner.layout import EXPERT, SEQUENCE, TENSOR, memory, refusal
@@ -108,6 +109,19 @@ def test_little() -> None:
     assert found.concurrency_within(found.ttft_s * 1.001) >= 1
     assert found.ttft_at(1) == pytest.approx(found.ttft_s)
     assert found.ttft_at(40) == pytest.approx(40 / found.requests_per_s)
+
+
+def test_devices_that_share_cores_are_no_faster_together() -> None:
+    mini = PRESETS["mini"].config()
+    cpu = Cluster.load("cpu").replace(host=_constant("host", 0.0))
+    one = predict(mini, cpu, Layout(shape=MeshShape(), chunk_tokens=2048), 8192, replicas=8)
+    assert one.requests_per_s == pytest.approx(1 / one.ttft_s)
+    many = predict(mini, cpu, Layout(shape=MeshShape(2, 2, 2), chunk_tokens=2048), 8192)
+    for part in ("full_attention", "window_attention"):
+        assert many.parts[part] == pytest.approx(one.parts[part])
+    assert many.ttft_s > one.ttft_s
+    capacity = memory(mini, many.layout, cpu, 8192).capacity
+    assert capacity == cpu.memory_bytes // 8
 
 
 def test_memory_by_part_and_what_does_not_fit() -> None:
