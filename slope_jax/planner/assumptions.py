@@ -8,7 +8,7 @@ from slope_jax.model.config import FULL, GptOssConfig
 from slope_jax.planner.devices import MEANINGS, Cluster
 from slope_jax.planner.evaluate import Prediction, predict
 from slope_jax.planner.layout import EXPERT
-from slope_jax.planner.quantity import ASSUMED, HIGH, LOW, STATUSES, Reading
+from slope_jax.planner.quantity import ASSUMED, HIGH, LOW, Reading
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,6 @@ def assumptions(config: GptOssConfig, cluster: Cluster, prediction: Prediction) 
         )
     used = [a for a in found if a.moves(prediction.ttft_s) > 1e-4]
     return tuple(sorted(used, key=lambda a: -a.moves(prediction.ttft_s)))
-
-
-def weakest(found: tuple[Assumption, ...]) -> str:
-    """The worst status among them."""
-    return max((a.reading.status for a in found), key=STATUSES.index, default=STATUSES[0])
 
 
 def hangs_on(found: tuple[Assumption, ...], ttft_s: float, least: float = 0.02) -> tuple[Assumption, ...]:

@@ -47,11 +47,6 @@ class Prediction:
     ring_pass: str
     memory: Memory
 
-    @property
-    def devices(self) -> int:
-        """Devices of all replicas."""
-        return self.replicas * self.layout.shape.num_devices
-
     def rate_at(self, concurrency: int) -> float:
         """Requests per second when so many prompts are always under way, spread evenly over the replicas."""
         fewest, more = divmod(concurrency, self.replicas)
