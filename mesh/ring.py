@@ -42,13 +42,16 @@ def pass_kv(
     ring = jax.lax.axis_size(RING)
     next_rank = _ranks_after(1)
 
+    def step(_: jax.Array, carry: tuple[KVBlock, Partial]) -> tuple[KVBlock, Partial]:
+        block, partial = carry
+        following = jax.lax.ppermute(block, RING, next_rank)
+        return following, attend(partial, block)
+
     def one_round(b: jax.Array, partial: Partial) -> Partial:
         block = read_block(b)
-        for step in range(ring):
-            following = jax.lax.ppermute(block, RING, next_rank) if step < ring - 1 else block
-            partial = attend(partial, block)
-            block = following
-        return partial
+        if ring > 1:
+            block, partial = jax.lax.fori_loop(0, ring - 1, step, (block, partial))
+        return attend(partial, block)
 
     return jax.lax.fori_loop(0, num_blocks, one_round, partial)
 
