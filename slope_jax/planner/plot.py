@@ -44,7 +44,7 @@ def plot(plan: Plan, path: str | os.PathLike[str], curves: int = _CURVES) -> Non
     chosen = _chosen(answers, curves)
     columns = min(len(answers), _COLUMNS)
     rows = math.ceil(len(answers) / columns)
-    width = 1.6 + 3.8 * columns
+    width = max(1.6 + 3.8 * columns, 8.4)  # room for the title
     figure, grid = pyplot.subplots(
         rows, columns, figsize=(width, 1.7 + 3.5 * rows), squeeze=False, layout="constrained"
     )
@@ -65,8 +65,8 @@ def plot(plan: Plan, path: str | os.PathLike[str], curves: int = _CURVES) -> Non
         ncols=min(len(handles), max(1, int(width / 2.9))),
         frameon=False,
         fontsize=9,
-        title="pp \N{MULTIPLICATION SIGN} ring \N{MULTIPLICATION SIGN} ulysses, EP: experts split over ulysses; "
-        "numbers: prompts under way",
+        title="pp \N{MULTIPLICATION SIGN} ring \N{MULTIPLICATION SIGN} ulysses; EP, TP: experts or whole layers split "
+        "over ulysses; numbers: prompts under way",
         title_fontsize=9,
     )
     legend.get_title().set_multialignment("center")
@@ -89,12 +89,24 @@ def curve(prediction: Prediction, most: int = _MOST_PROMPTS) -> tuple[list[int],
 
 
 def _chosen(answers: Sequence[Answer], curves: int) -> list[str]:
-    """The meshes to draw: the best of every length in turn, so that each panel has its own best."""
+    """The meshes to draw: the best of each number of stages of every length in turn, then the best of what is left.
+
+    Meshes with equally many stages often are ties, whose curves lie on each other.
+    """
     names: dict[str, None] = {}
-    for place in range(max(len(answer.best) for answer in answers)):
-        for answer in answers:
-            if place < len(answer.best) and len(names) < curves:
-                names[_name(answer.best[place])] = None
+    for answer in answers:
+        names[_name(answer.best[0])] = None
+    leading: list[list[Prediction]] = []
+    for answer in answers:
+        of_stages: dict[int, Prediction] = {}
+        for prediction in answer.best:
+            of_stages.setdefault(prediction.layout.shape.pp, prediction)
+        leading.append(list(of_stages.values()))
+    for found in (leading, [list(answer.best) for answer in answers]):
+        for place in range(max(map(len, found))):
+            for best in found:
+                if place < len(best) and len(names) < curves:
+                    names[_name(best[place])] = None
     return list(names)
 
 
