@@ -4,8 +4,8 @@
         --prompt_tokens=512,2048,4096,8192,16384 > bench.jsonl
 
 Operations that were measured alone become points of their curves. What is left (projections, memory, launches) is
-fitted to whole prefills, the short ones; the longer ones are kept for a test, as are those during which the machine was
-not steady. The machine's peak varies while it is
+fitted to whole prefills, the short ones; the longer ones are kept for a test. Lines during which the machine was not
+steady are fitted to in neither way. The machine's peak varies while it is
 measured, so every time is taken relative to the peak of its own line.
 """
 
@@ -95,7 +95,11 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
         raise ValueError(f"the lines are of several models: {', '.join(sorted(models))}")
     weights = prefills[0]["expert_weights"]
     prefills = [row for row in prefills if row["expert_weights"] == weights]
-    operations = [row for row in rows if row["kind"] == "operation" and row["expert_weights"] == weights]
+    operations = [
+        row
+        for row in rows
+        if row["kind"] == "operation" and row["expert_weights"] == weights and row.get("steady", True)
+    ]
     peak = float(np.median([row["peak_tflop_per_s"] for row in (*prefills, *operations)])) * 1e12
     cluster = dataclasses.replace(cluster, matmul_flops=peak)
     curves = exchange_curves([row for row in operations if row["devices"] > 1], peak)

@@ -120,6 +120,18 @@ def test_a_busy_machine_is_taken_relative_to_its_peak() -> None:
     assert calibrate(MINI, CLUSTER, slow).prefills.largest_error() < 0.03
 
 
+def test_lines_that_are_not_steady_have_no_part() -> None:
+    rows = _rows()
+    odd = [
+        next(row for row in rows if row.get("operation") == "experts") | {"seconds": 10.0, "steady": False},
+        next(row for row in rows if row["kind"] == "prefill")
+        | {"prompt_tokens": 600, "ttft_median_s": 50.0, "steady": False},
+    ]
+    found = calibrate(MINI, CLUSTER, [*odd, *rows])
+    assert "1x1x1, 600 tokens" in found.prefills.tested
+    assert max(abs(error) for name, error in found.prefills.errors.items() if "600" not in name) < 0.03
+
+
 def test_calibrations_that_make_no_sense() -> None:
     rows = _rows()
     for wrong, message in (
