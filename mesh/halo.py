@@ -33,20 +33,19 @@ class Band(NamedTuple):
     positions_S: jax.Array
 
 
-def window_band(kv_TJH: jax.Array, tail_WJH: jax.Array, chunk: ChunkView, multiple: int) -> Band:
+def window_band(kv_TJH: jax.Array, tail_WJH: jax.Array, chunk: ChunkView) -> Band:
     """Splices the halos into the keys and values of a window layer.
 
     Args:
       kv_TJH: keys and values of the tokens on this ring rank, by slot.
       tail_WJH: those of the last `window` tokens before the chunk; only rank 0's is used.
       chunk: what this device knows of the chunk.
-      multiple: the length of the band is rounded up to a multiple of this.
     """
     reach = tail_WJH.shape[0] - 1
     chex.assert_shape(chunk.positions_T, (kv_TJH.shape[0],))
     chex.assert_equal_shape_suffix([kv_TJH, tail_WJH], 2)
     below, above = _exchange(kv_TJH, tail_WJH[1:], chunk, reach)
-    length = -(-(kv_TJH.shape[0] + 2 * reach) // multiple) * multiple
+    length = kv_TJH.shape[0] + 2 * reach
     kv = _splice(kv_TJH, below, above, chunk.split, length, 0)
     first, second = chunk.positions_T[0], _position_at(chunk, chunk.split)
     steps = jnp.arange(-reach, 0, dtype=jnp.int32)

@@ -2,7 +2,8 @@
 
 Positions are data and ascend in every list of queries or keys, so which blocks a query block needs follows from two
 comparisons with the first and last position of each block. Blocks outside are not computed; blocks inside are computed
-without a mask; only those that the diagonal or the window's edge crosses are masked.
+without a mask; only those that the diagonal crosses are masked. The keys of a window are few and lie together: they
+are taken as one block that begins where the window of the first query does.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from slope_jax.mesh.axes import varying
 from slope_jax.mesh.layout import ChunkView
 from slope_jax.model.bits import from_bits
-from slope_jax.model.ops import precision_of
+from slope_jax.model.ops import exp, precision_of
 
+_WINDOW_KEYS_MULTIPLE = 64
 _FLOOR = -1e30  # the running maximum before any key; finite, so that no difference of infinities can arise
 
 
@@ -67,13 +69,19 @@ class AttentionSpec:
 
     Attributes:
       block_q: query slots in a block.
-      block_kv: keys in a block.
+      block_kv: keys in a block, where there is no window.
       window: how many keys a query sees, itself included; None for all.
     """
 
     block_q: int
     block_kv: int
     window: int | None = None
+
+    @property
+    def window_keys(self) -> int:
+        """Keys in the windows of a block of queries, rounded up to what processors like."""
+        assert self.window is not None
+        return -(-(self.block_q + self.window - 1) // _WINDOW_KEYS_MULTIPLE) * _WINDOW_KEYS_MULTIPLE
 
 
 def start_partial(sinks_N: jax.Array, tokens: int, kv_heads: int, head_dim: int, spec: AttentionSpec) -> Partial:
@@ -111,15 +119,19 @@ def attend(
       blocks: the query blocks to work on.
       kv_JSH: keys, then values, of the device's KV heads, as `bits`.
       positions_S: their positions, ascending; negative or `PAD_POSITION` where there is no key.
-      spec: the static parameters; `block_kv` divides S.
+      spec: the static parameters; without a window, `block_kv` divides S.
     """
     kv_heads, slots, group, head_dim = q_KTGH.shape
     chex.assert_shape(partial.out_KTGH, q_KTGH.shape)
     chex.assert_shape(positions_T, (slots,))
     chex.assert_shape(kv_JSH, (2 * kv_heads, positions_S.shape[0], head_dim))
-    chex.assert_is_divisible(positions_S.shape[0], spec.block_kv)
     k_KSH, v_KSH = kv_JSH[:kv_heads], kv_JSH[kv_heads:]
-    block_q, block_kv = spec.block_q, spec.block_kv
+    block_q = spec.block_q
+    if spec.window is None:
+        block_kv = spec.block_kv
+        chex.assert_is_divisible(positions_S.shape[0], block_kv)
+    else:
+        block_kv = min(spec.window_keys, positions_S.shape[0])
     first_S, last_S = positions_S[::block_kv], positions_S[block_kv - 1 :: block_kv]
 
     def query_block(i: jax.Array, partial: Partial) -> Partial:
@@ -129,23 +141,14 @@ def attend(
         precision = precision_of(q_KRH.dtype)
         q_positions = jax.lax.dynamic_slice_in_dim(positions_T, start, block_q)
         earliest, latest = q_positions[0], q_positions[jnp.minimum(block_q, end - start) - 1]
-        # Of the keys in ascending blocks, `earliest` sees whole blocks up to `whole`, `latest` parts of them up to
-        # `stop`, and none sees anything before `begin`.
-        stop = jnp.sum(first_S <= latest)
-        if spec.window is None:
-            begin = jnp.sum(last_S < 0)
-            whole = jnp.maximum(jnp.sum(last_S <= earliest), begin)
-        else:
-            begin = jnp.sum(last_S < jnp.maximum(earliest - spec.window + 1, 0))
-            whole = begin
 
-        def step(j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        def step(first: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
             max_KR, sum_KR, out_KRH = carry
-            k, v = (jax.lax.dynamic_slice_in_dim(x, j * block_kv, block_kv, axis=1) for x in (k_KSH, v_KSH))
+            k, v = (jax.lax.dynamic_slice_in_dim(x, first, block_kv, axis=1) for x in (k_KSH, v_KSH))
             k, v = from_bits(k), from_bits(v)
             scores_KRS = jnp.einsum("KRH,KSH->KRS", q_KRH, k, precision=precision, preferred_element_type=jnp.float32)
             if masked:
-                key_positions = jax.lax.dynamic_slice_in_dim(positions_S, j * block_kv, block_kv)
+                key_positions = jax.lax.dynamic_slice_in_dim(positions_S, first, block_kv)
                 mask_RS = jnp.repeat(_visible(q_positions, key_positions, spec.window), group, axis=0)
                 scores_KRS = jnp.where(mask_RS, scores_KRS, -jnp.inf)
                 # A slot without a key may hold anything, and zero times infinity is not zero.
@@ -153,7 +156,7 @@ def attend(
                 v = jnp.where(is_key[:, None], v, 0)
             new_max_KR = jnp.maximum(max_KR, jnp.max(scores_KRS, axis=-1))
             # Values and sum see the same rounded weights, so that what they weigh always adds up to one.
-            weights_KRS = jnp.exp(scores_KRS - new_max_KR[..., None]).astype(v.dtype)
+            weights_KRS = exp(scores_KRS - new_max_KR[..., None], v.dtype)
             scale_KR = jnp.exp(max_KR - new_max_KR)
             values_KRH = jnp.einsum(
                 "KRS,KSH->KRH",
@@ -166,8 +169,18 @@ def attend(
             return new_max_KR, sum_KR, out_KRH * scale_KR[..., None] + values_KRH
 
         carry = tuple(x.reshape(kv_heads, block_q * group, *x.shape[3:]) for x in rows[:3])
-        carry = jax.lax.fori_loop(begin, whole, lambda j, c: step(j, c, masked=False), carry)
-        carry = jax.lax.fori_loop(whole, stop, lambda j, c: step(j, c, masked=True), carry)
+        if spec.window is None:
+            # Of the keys in ascending blocks, `earliest` sees whole blocks up to `whole`, `latest` parts of them up to
+            # `stop`, and none sees anything before `begin`.
+            begin, stop = jnp.sum(last_S < 0), jnp.sum(first_S <= latest)
+            whole = jnp.maximum(jnp.sum(last_S <= earliest), begin)
+            carry = jax.lax.fori_loop(begin, whole, lambda j, c: step(j * block_kv, c, masked=False), carry)
+            carry = jax.lax.fori_loop(whole, stop, lambda j, c: step(j * block_kv, c, masked=True), carry)
+            products = jnp.maximum(stop - begin, 0)
+        else:
+            oldest = jnp.maximum(earliest - spec.window + 1, 0)
+            carry = step(jnp.sum(positions_S < oldest), carry, masked=True)
+            products = jnp.int32(1)
         mine = start + jnp.arange(block_q) < end  # the rows after a segment's end belong to another block
         updated = [
             jax.lax.dynamic_update_slice_in_dim(
@@ -175,7 +188,7 @@ def attend(
             )
             for whole_x, old, new in zip(partial[:3], rows[:3], carry, strict=True)
         ]
-        return Partial(updated[0], updated[1], updated[2], partial.blocks + jnp.maximum(stop - begin, 0))
+        return Partial(updated[0], updated[1], updated[2], partial.blocks + products)
 
     return jax.lax.fori_loop(0, blocks.number, query_block, partial)
 

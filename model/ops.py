@@ -1,6 +1,8 @@
-"""Matrix product and norm with the precision rules of the engine."""
+"""Matrix product, exponential and norm with the precision rules of the engine."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,37 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.dot(
         x.astype(kernel.dtype), kernel, precision=precision_of(kernel.dtype), preferred_element_type=jnp.float32
     )
+
+
+def exp(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The exponential of float32 numbers that are at most 0, rounded to `dtype`.
+
+    CPUs, which have no instruction for it, compute it for bfloat16 with a relative error of 3e-6, a thousandth of its
+    rounding.
+    """
+    if dtype != jnp.bfloat16:
+        return jnp.exp(x).astype(dtype)
+    return jax.lax.platform_dependent(x, cpu=_short_exp, default=jnp.exp).astype(dtype)
+
+
+# 2**f for f in [-1/2, 1/2] by powers of f, with the least largest relative error.
+_EXP2_OF_FRACTION = (0.99999926, 0.69312181, 0.24024745, 0.05591786, 0.0095701)
+_ROUNDS_TO_INTEGER = 1.5 * 2**23  # adding it leaves no place for a fraction in a float32
+_MANTISSA_BITS = 23
+
+
+def _short_exp(x: jax.Array) -> jax.Array:
+    y = x * jnp.float32(math.log2(math.e))
+    y_normal = jnp.maximum(y, -126)  # below, a float32 has no exponent of its own
+    shifted = y_normal + jnp.float32(_ROUNDS_TO_INTEGER)
+    fraction = y_normal - (shifted - jnp.float32(_ROUNDS_TO_INTEGER))
+    power = jnp.full_like(fraction, _EXP2_OF_FRACTION[-1])
+    for coefficient in _EXP2_OF_FRACTION[-2::-1]:
+        power = power * fraction + jnp.float32(coefficient)
+    # The integer stands in the low bits of `shifted`, and is added to the exponent.
+    integer = jax.lax.bitcast_convert_type(shifted, jnp.int32) << _MANTISSA_BITS
+    bits = jax.lax.bitcast_convert_type(power, jnp.int32) + integer
+    return jnp.where(y >= -126, jax.lax.bitcast_convert_type(bits, jnp.float32), 0)
 
 
 def rms_norm(x_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:

@@ -29,7 +29,7 @@ class StageSpec:
       unit: the layer kind of each slot of the unit that the stage repeats.
       ring_block: KV slots that a rank sends in one round of the ring; a multiple of the page and of `block_kv`.
       block_q: query slots in an attention block.
-      block_kv: keys in an attention block.
+      block_kv: keys in an attention block of full layers.
       ring_pass: what goes round the ring, see `pass_choice`; `AUTO` when each tick says.
     """
 
@@ -67,7 +67,7 @@ class StageWork:
     """What a stage did in a tick, counted on each device.
 
     Attributes:
-      attention_blocks: products of a query block and a key block.
+      attention_blocks: products of a query block and a key block; in a window layer each query block has one.
       expert_rounds: rounds of the exchange of expert parallelism, of all layers together.
     """
 
@@ -276,7 +276,7 @@ def _window_attention(
 ) -> tuple[Partial, jax.Array]:
     kv_heads = kv_TJH.shape[1] // 2
     call = spec.attention(config.sliding_window)
-    band = halo.window_band(kv_TJH, tail_WJH, chunk, spec.block_kv)
+    band = halo.window_band(kv_TJH, tail_WJH, chunk)
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
     partial = attention.attend(
         attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),

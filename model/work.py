@@ -1,7 +1,8 @@
 """The work of each device on a prompt, from the layout of its tokens and the rules by which attention skips blocks.
 
 Counts are of one layer, by ring rank: the ulysses ranks of a ring rank do the same attention, each for its own heads.
-Attention is counted in products of a query block and a key block, as `attention.Partial.blocks` counts them.
+Attention is counted in products of a query block and a key block, as `attention.Partial.blocks` counts them: a block of
+queries has one in a sliding-window layer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ def chunk_work(
     ranks: Sequence[RankTokens],
     cached: Sequence[NDArray[np.int32]],
     spec: StageSpec,
-    window: int,
     sequence_ranks: int,
     ring_pass: str,
 ) -> ChunkWork:
@@ -56,7 +56,6 @@ def chunk_work(
       ranks: the tokens of the chunk on each ring rank.
       cached: the positions that earlier chunks of the prompt left on each ring rank, in the order of their slots.
       spec: the static parameters of the stage.
-      window: keys that a query of a sliding layer sees, itself included.
       sequence_ranks: over how many ulysses ranks the tokens of a ring rank are spread.
       ring_pass: what goes round the ring, keys and values or queries (see `mesh.pass_choice`).
     """
@@ -69,7 +68,7 @@ def chunk_work(
     full = np.zeros((rounds, ring, ring), np.int64)
     in_window = np.zeros(ring, np.int64)
     for rank, tokens in enumerate(ranks):
-        earliest, latest = _query_blocks(tokens, spec.block_q)
+        latest = _last_of_query_blocks(tokens, spec.block_q)
         for step in range(ring):
             holder = (rank - step) % ring
             first_RS = keys[holder][:: spec.block_kv].reshape(rounds, -1)
@@ -78,31 +77,18 @@ def chunk_work(
                 full[:, step, rank] = products
             else:
                 full[:, -step % ring, holder] = products
-        band = _band(tokens, window, spec.block_kv)
-        stop = (band[:: spec.block_kv] <= latest[:, None]).sum(axis=1)
-        oldest = np.maximum(earliest - window + 1, 0)
-        begin = (band[spec.block_kv - 1 :: spec.block_kv] < oldest[:, None]).sum(axis=1)
-        in_window[rank] = np.maximum(stop - begin, 0).sum()
+        in_window[rank] = len(latest)
     counts = np.array([len(tokens.positions) for tokens in ranks])
     rows = -(-(counts[:, None] - np.arange(sequence_ranks)) // sequence_ranks)
     steps = full.reshape(-1, ring) if ring_pass == pass_choice.KV else full.sum(axis=0)
     return ChunkWork(full=steps, window=in_window, rows=np.maximum(rows, 0))
 
 
-def _query_blocks(tokens: RankTokens, size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The first and last position of each block of queries; no block spans the gap between two segments."""
+def _last_of_query_blocks(tokens: RankTokens, size: int) -> NDArray[np.int32]:
+    """The last position of each block of queries; no block spans the gap between two segments."""
     segments = [tokens.positions[: tokens.split], tokens.positions[tokens.split :]]
     blocks = [segment[i : i + size] for segment in segments for i in range(0, len(segment), size)]
-    return np.array([b[0] for b in blocks], np.int32), np.array([b[-1] for b in blocks], np.int32)
-
-
-def _band(tokens: RankTokens, window: int, multiple: int) -> NDArray[np.int32]:
-    """The positions of the keys of a window layer: each segment after the window - 1 keys before it."""
-    segments = [tokens.positions[: tokens.split], tokens.positions[tokens.split :]]
-    steps = np.arange(1 - window, 0, dtype=np.int32)
-    parts = [part for segment in segments if len(segment) for part in (segment[0] + steps, segment)]
-    positions = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-    return _padded(positions, -(-len(positions) // multiple) * multiple)
+    return np.array([block[-1] for block in blocks], np.int32)
 
 
 def _padded(positions: NDArray[np.int32], length: int) -> NDArray[np.int32]:

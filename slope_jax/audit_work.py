@@ -108,25 +108,26 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
     @functools.cache
     def work_of(chunk: int, bucket: int, ring_pass: str) -> ChunkWork:
         spec = programs.stage_spec(bucket)
-        return chunk_work(
-            chunks[chunk][1], cached[chunk], spec, config.sliding_window, programs.sequence_ranks, ring_pass
-        )
+        return chunk_work(chunks[chunk][1], cached[chunk], spec, programs.sequence_ranks, ring_pass)
 
     kinds = [[config.layer_types[layer] for layer in stage if layer is not None] for stage in plan.layers]
     layers = np.array([(k.count(FULL), k.count(SLIDING)) for k in kinds])
     products = np.zeros((shape.pp, shape.ring), np.int64)
+    pairs = np.zeros((shape.pp, shape.ring), np.int64)
     slowest = np.zeros(shape.pp, np.int64)
     rows = np.zeros((len(chunks), shape.ring, programs.sequence_ranks), np.int64)
     for tick in ticks:
         for stage, chunk in enumerate(tick.chunks):
             if chunk is not None:
                 found = work_of(chunk, tick.bucket, tick.ring_pass)
-                products[stage] += found.products(*layers[stage])
+                full, window = found.products(layers[stage, 0], 0), found.products(0, layers[stage, 1])
+                spec = programs.stage_spec(tick.bucket)
+                keys = spec.block_kv, spec.attention(config.sliding_window).window_keys
+                products[stage] += full + window
+                pairs[stage] += spec.block_q * (full * keys[0] + window * keys[1])
                 slowest[stage] += found.slowest_products(*layers[stage])
                 rows[chunk] = found.rows
-    spec = programs.stage_spec(max(tick.bucket for tick in ticks))
-    heads = config.num_heads // shape.ulysses
-    per_product = 4.0 * spec.block_q * spec.block_kv * heads * config.head_dim
+    per_pair = 4 * config.num_heads // shape.ulysses * config.head_dim  # a score and a weighted value for every head
     chunk_layers = layers.sum(axis=1)
     num_tokens = int(rows.sum())
     operations = cost.prompt_operations(config, num_tokens)
@@ -134,7 +135,7 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
     stages = [_stage_operations(config, kind, num_tokens) for kind in kinds]
     return Work(
         products=products,
-        attention_operations=products.astype(np.float64) * per_product,
+        attention_operations=pairs.astype(np.float64) * per_pair,
         needed_attention_operations=(operations.full_attention + operations.window_attention) / shape.num_devices,
         rows=rows.sum(axis=0),
         expert_operations=chunk_layers[:, None, None] * rows.sum(axis=0) * per_row,

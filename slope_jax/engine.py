@@ -178,8 +178,8 @@ class Engine:
           memory_budget: bytes that a device may use, such as "64GiB"; the KV cache gets what weights and programs leave
             of it (see `memory`), up to what the requests that can be under way at once could fill.
           devices: the devices to use; all by default.
-          block_q: query slots in a block of attention; by default such that a block has 512 rows with all its heads.
-          block_kv: keys in a block of attention, a power of two.
+          block_q: query slots in a block of attention; by default such that a block has 1,024 rows with all its heads.
+          block_kv: keys in a block of attention of full layers, a power of two.
           page_tokens: token slots in a page of the KV cache, a power of two.
           ring_pass: what goes round the ring in full-attention layers: "kv", "q", or "auto", which chooses what is
             better for the lengths in a tick (see `mesh.pass_choice`).

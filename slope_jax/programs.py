@@ -33,9 +33,9 @@ EXPERT_WEIGHTS = ("bfloat16", "mxfp4")
 
 
 def default_block_q(config: GptOssConfig, shape: MeshShape) -> int:
-    """Query slots of a block of attention such that it has 512 rows with all its heads."""
+    """Query slots of a block of attention such that it has 1,024 rows with all its heads."""
     group = config.num_heads // max(config.num_kv_heads, shape.ulysses)
-    return max(512 // group, 16)
+    return max(1024 // group, 16)
 
 
 def all_reduce_form(*, tensor_parallel: bool, expert_parallel: bool, all_reduce: str | None) -> str | None:

@@ -50,7 +50,7 @@ def test_blocks_and_rounds_are_those_of_the_engine(
             kinds = [it.config.layer_types[i] for i in it._plan.layers[stage] if i is not None]
             expected = np.zeros(shape.ring, np.int64)
             if chunk is not None:
-                work = chunk_work(chunks[chunk][1], cached[chunk], spec, window, shape.ulysses, tick.ring_pass)
+                work = chunk_work(chunks[chunk][1], cached[chunk], spec, shape.ulysses, tick.ring_pass)
                 expected = work.products(kinds.count(FULL), kinds.count(SLIDING))
             found = record.attention_blocks[stage]
             np.testing.assert_array_equal(found, np.repeat(expected[:, None], shape.ulysses, axis=1))
@@ -64,29 +64,27 @@ SPEC = StageSpec(unit=(FULL,), ring_block=8, block_q=2, block_kv=4)
 def test_blocks_counted_by_hand() -> None:
     """Six tokens on one rank, blocks of 2 queries and 4 keys: [0 1][2 3][4 5] by [0..3][4 5 . .]."""
     tokens = RankTokens(np.arange(6, dtype=np.int32), 6)
-    found = chunk_work([tokens], [np.zeros(0, np.int32)], SPEC, 3, 4, "kv")
+    found = chunk_work([tokens], [np.zeros(0, np.int32)], SPEC, 4, "kv")
     np.testing.assert_array_equal(found.full, [[1 + 1 + 2]])
-    # The band is [-2 -1 0 1][2 3 4 5]: no block of keys is needed by the first queries but the first, and by the last
-    # queries, which see 2 to 5, but the second.
-    np.testing.assert_array_equal(found.window, [1 + 2 + 1])
+    np.testing.assert_array_equal(found.window, [3])
     np.testing.assert_array_equal(found.rows, [[2, 2, 1, 1]])
 
 
 def test_the_slowest_rank_of_each_step_is_what_takes_time() -> None:
     """Two ranks with a whole block of queries each; rank 1's are later, so rank 0 waits in the second step."""
     ranks = [RankTokens(np.arange(4, dtype=np.int32), 4), RankTokens(np.arange(4, 8, dtype=np.int32), 4)]
-    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 3, 1, "kv")
+    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "kv")
     np.testing.assert_array_equal(found.full, [[2, 2], [0, 2]])
     assert found.products(5, 0).tolist() == [10, 20]
     assert found.slowest_products(5, 0) == 20
-    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 3, 1, "q")
+    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "q")
     # Rank 1 has nothing for the queries of rank 0, which come before its keys.
     np.testing.assert_array_equal(found.full, [[2, 2], [2, 0]])
     assert found.products(5, 0).tolist() == [20, 10]
     ranks.reverse()
-    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 3, 1, "kv")
+    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "kv")
     np.testing.assert_array_equal(found.full, [[2, 2], [2, 0]])
     ranks = [RankTokens(np.arange(8, dtype=np.int32), 8), RankTokens(np.zeros(0, np.int32), 0)]
-    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 3, 1, "kv")
+    found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "kv")
     np.testing.assert_array_equal(found.rows, [[8], [0]])
     assert found.slowest_products(1, 1) > found.products(1, 1).mean()
