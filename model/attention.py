@@ -9,6 +9,7 @@ are taken as one block that begins where the window of the first query does.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -21,6 +22,8 @@ from slope_jax.model.bits import from_bits
 from slope_jax.model.ops import exp, precision_of
 
 _WINDOW_KEYS_MULTIPLE = 64
+
+Carry = tuple[jax.Array, ...]
 _FLOOR = -1e30  # the running maximum before any key; finite, so that no difference of infinities can arise
 
 
@@ -142,7 +145,7 @@ def attend(
         q_positions = jax.lax.dynamic_slice_in_dim(positions_T, start, block_q)
         earliest, latest = q_positions[0], q_positions[jnp.minimum(block_q, end - start) - 1]
 
-        def step(first: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+        def step(first: jax.Array | int, carry: Carry, masked: bool) -> Carry:
             max_KR, sum_KR, out_KRH = carry
             k, v = (jax.lax.dynamic_slice_in_dim(x, first, block_kv, axis=1) for x in (k_KSH, v_KSH))
             k, v = from_bits(k), from_bits(v)
@@ -174,8 +177,7 @@ def attend(
             # `stop`, and none sees anything before `begin`.
             begin, stop = jnp.sum(last_S < 0), jnp.sum(first_S <= latest)
             whole = jnp.maximum(jnp.sum(last_S <= earliest), begin)
-            carry = jax.lax.fori_loop(begin, whole, lambda j, c: step(j * block_kv, c, masked=False), carry)
-            carry = jax.lax.fori_loop(whole, stop, lambda j, c: step(j * block_kv, c, masked=True), carry)
+            carry = _key_blocks(begin, whole, stop, lambda j, c, masked: step(j * block_kv, c, masked), carry, first_S)
             products = jnp.maximum(stop - begin, 0)
         else:
             oldest = jnp.maximum(earliest - spec.window + 1, 0)
@@ -210,6 +212,22 @@ def finish_partial(partial: Partial, tokens: int) -> jax.Array:
     out_KTGH = partial.out_KTGH[:, :tokens] / jnp.where(weight_KTG1 == 0, 1, weight_KTG1)
     kv_heads, _, group, head_dim = out_KTGH.shape
     return out_KTGH.transpose(1, 0, 2, 3).reshape(tokens, kv_heads * group, head_dim)
+
+
+def _key_blocks(
+    begin: jax.Array, whole: jax.Array, stop: jax.Array, step: Callable[..., Carry], carry: Carry, first_S: jax.Array
+) -> Carry:
+    """Takes the steps of blocks `begin` to `whole - 1` without a mask and of `whole` to `stop - 1` with one."""
+    if len(first_S) > 1:
+        carry = jax.lax.fori_loop(begin, whole, lambda j, c: step(j, c, masked=False), carry)
+        return jax.lax.fori_loop(whole, stop, lambda j, c: step(j, c, masked=True), carry)
+    # Of a single block, which does not depend on the iteration, a compiler would move the products out of the loops, to
+    # where they are computed even if no iteration needs them.
+    ways: list[Callable[[Carry], Carry]] = [lambda c: step(0, c, masked=False), lambda c: step(0, c, masked=True)]
+    ways.append(lambda c: c)
+    which = jnp.where(begin < whole, 0, jnp.where(whole < stop, 1, 2))
+    result: Carry = jax.lax.switch(which, ways, carry)
+    return result
 
 
 def _visible(q_positions: jax.Array, key_positions: jax.Array, window: int | None) -> jax.Array:
