@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -138,6 +139,17 @@ def varying(tree: Tree) -> Tree:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def where_needed(needed: jax.Array, compute: Callable[[], Tree]) -> Tree:
+    """What `compute` gives on devices that need it, and zeros, without computing anything, on the others.
+
+    It must hold no exchange, since not all devices take part.
+    """
+    shapes = jax.eval_shape(compute)
+    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    found: Tree = jax.lax.cond(needed, lambda: varying(compute()), lambda: varying(nothing))
+    return found
 
 
 def mesh_shape(mesh: Mesh) -> MeshShape:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, ULYSSES, mesh_shape
+from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, ULYSSES, mesh_shape, where_needed
 from slope_jax.model import moe, mxfp4
 from slope_jax.model.bits import from_bits
 from slope_jax.model.config import GptOssConfig
@@ -61,10 +61,13 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(c_TCH, [c.num_heads, c.num_heads + c.num_kv_heads], axis=1)
         return q, k, v
 
-    def project_out(self, out_TC: jax.Array, repeat: jax.Array) -> jax.Array:
-        """What the block adds to the residual stream, from the heads' outputs `[T, N * H]`; float32."""
-        kernel = from_bits(self.out_kernel[...][repeat])
-        return self.split.add_up(dot(out_TC, kernel), kernel.dtype) + self.out_bias[...][repeat]
+    def project_out(self, out_TC: jax.Array, repeat: jax.Array, needed: jax.Array) -> jax.Array:
+        """What the block adds to the residual stream, from the heads' outputs `[T, N * H]`; float32.
+
+        It means nothing where it is not needed.
+        """
+        product = where_needed(needed, lambda: dot(out_TC, from_bits(self.out_kernel[...][repeat])))
+        return self.split.add_up(product, out_TC.dtype) + self.out_bias[...][repeat]
 
 
 class Experts(nnx.Module):
@@ -144,7 +147,8 @@ class MixtureOfExperts(nnx.Module):
         biases = experts.gate_up_bias[...][repeat], self.split.once(experts.down_bias[...][repeat])
         if self.expert_parallel:
             return expert_parallel_mlp(t_TD, routing, valid_T, self.config, read, *biases)
-        y_TD = moe.grouped_mlp(t_TD, routing, valid_T, self.config, read, *biases)
+        mlp = functools.partial(moe.grouped_mlp, t_TD, routing, valid_T, self.config, read, *biases)
+        y_TD = where_needed(jnp.any(valid_T), mlp)
         return self.split.add_up(y_TD, kernel.dtype), jnp.zeros((), jnp.int32)
 
 

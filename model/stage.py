@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from slope_jax.mesh import halo, pass_choice, ring, ulysses
-from slope_jax.mesh.axes import ULYSSES, varying
+from slope_jax.mesh.axes import ULYSSES, varying, where_needed
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView, sequence_rank
 from slope_jax.model import attention, kv_pages, rope
 from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks
@@ -114,7 +114,7 @@ def run_stage(
             num_tokens = jnp.where(is_layer, chunk.num_tokens, 0)
             seen = dataclasses.replace(chunk, num_tokens=num_tokens, split=jnp.minimum(chunk.split, num_tokens))
             with jax.named_scope(kind):
-                q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles, ranks)
+                q_TNH, kv_TJH = _project_in(layer, repeat, x_TD, angles, num_tokens > 0, ranks)
             sinks_N = _sinks(layer, repeat, q_TNH.shape[1], ranks)
             if kind == FULL:
                 with jax.named_scope("full_attention"):
@@ -131,7 +131,7 @@ def run_stage(
             out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
             with jax.named_scope(kind), jax.named_scope("project_out"):
                 out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH), ranks))
-                change_TD = layer.attention.project_out(out_TC, repeat)
+                change_TD = layer.attention.project_out(out_TC, repeat, num_tokens > 0)
             x_TD = jnp.where(is_layer, x_TD + change_TD, x_TD)
             with jax.named_scope(kind), jax.named_scope("experts"):
                 change_TD, exchanges = layer.moe(x_TD, valid_T & is_layer, repeat)
@@ -146,14 +146,22 @@ def run_stage(
 
 
 def _project_in(
-    layer: DecoderLayer, repeat: jax.Array, x_TD: jax.Array, angles: tuple[jax.Array, jax.Array], ranks: int
+    layer: DecoderLayer,
+    repeat: jax.Array,
+    x_TD: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    needed: jax.Array,
+    ranks: int,
 ) -> tuple[jax.Array, jax.Array]:
-    with jax.named_scope("project_in"):
+    def project() -> tuple[jax.Array, ...]:
         q_TNH, k_TKH, v_TKH = layer.attention.project_in(x_TD, repeat)
         dtype = from_bits(layer.attention.out_kernel[...][0]).dtype
         scale = 1 / math.sqrt(q_TNH.shape[-1])
         q_TNH, k_TKH = rope.rotate(q_TNH, *angles) * scale, rope.rotate(k_TKH, *angles)
-        q, k, v = (to_bits(x.astype(dtype)) for x in (q_TNH, k_TKH, v_TKH))
+        return tuple(to_bits(x.astype(dtype)) for x in (q_TNH, k_TKH, v_TKH))
+
+    with jax.named_scope("project_in"):
+        q, k, v = where_needed(needed, project)
         return ulysses.scatter_heads(q, k, v, ranks)
 
 
