@@ -112,7 +112,7 @@ def _attention(
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     block_q, block_kv = (min(block, tokens) for block in blocks)
     spec = attention.AttentionSpec(block_q=block_q, block_kv=block_kv, window=window)
-    padding = -tokens % block_kv
+    padding = spec.padding(tokens)
 
     def run(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, sinks_N: jax.Array) -> jax.Array:
         q_TNH = to_bits((q_TNH / math.sqrt(H)).astype(dtype))

@@ -33,19 +33,20 @@ class Band(NamedTuple):
     positions_S: jax.Array
 
 
-def window_band(kv_TJH: jax.Array, tail_WJH: jax.Array, chunk: ChunkView) -> Band:
+def window_band(kv_TJH: jax.Array, tail_WJH: jax.Array, chunk: ChunkView, padding: int) -> Band:
     """Splices the halos into the keys and values of a window layer.
 
     Args:
       kv_TJH: keys and values of the tokens on this ring rank, by slot.
       tail_WJH: those of the last `window` tokens before the chunk; only rank 0's is used.
       chunk: what this device knows of the chunk.
+      padding: slots without a key at the end of the band.
     """
     reach = tail_WJH.shape[0] - 1
     chex.assert_shape(chunk.positions_T, (kv_TJH.shape[0],))
     chex.assert_equal_shape_suffix([kv_TJH, tail_WJH], 2)
     below, above = _exchange(kv_TJH, tail_WJH[1:], chunk, reach)
-    length = kv_TJH.shape[0] + 2 * reach
+    length = kv_TJH.shape[0] + 2 * reach + padding
     kv = _splice(kv_TJH, below, above, chunk.split, length, 0)
     first, second = chunk.positions_T[0], _position_at(chunk, chunk.split)
     steps = jnp.arange(-reach, 0, dtype=jnp.int32)

@@ -86,6 +86,10 @@ class AttentionSpec:
         assert self.window is not None
         return -(-(self.block_q + self.window - 1) // _WINDOW_KEYS_MULTIPLE) * _WINDOW_KEYS_MULTIPLE
 
+    def padding(self, keys: int) -> int:
+        """Slots without a key that must follow so many with one, so that no block is cut short."""
+        return -keys % self.block_kv if self.window is None else self.window_keys
+
 
 def start_partial(sinks_N: jax.Array, tokens: int, kv_heads: int, head_dim: int, spec: AttentionSpec) -> Partial:
     """The result before any key: the sink alone, which has weight but no value.
@@ -122,7 +126,7 @@ def attend(
       blocks: the query blocks to work on.
       kv_JSH: keys, then values, of the device's KV heads, as `bits`.
       positions_S: their positions, ascending; negative or `PAD_POSITION` where there is no key.
-      spec: the static parameters; without a window, `block_kv` divides S.
+      spec: the static parameters, which say how many slots at the end of S must be without a key.
     """
     kv_heads, slots, group, head_dim = q_KTGH.shape
     chex.assert_shape(partial.out_KTGH, q_KTGH.shape)
@@ -134,7 +138,7 @@ def attend(
         block_kv = spec.block_kv
         chex.assert_is_divisible(positions_S.shape[0], block_kv)
     else:
-        block_kv = min(spec.window_keys, positions_S.shape[0])
+        block_kv = spec.window_keys
     first_S, last_S = positions_S[::block_kv], positions_S[block_kv - 1 :: block_kv]
 
     def query_block(i: jax.Array, partial: Partial) -> Partial:

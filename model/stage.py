@@ -284,7 +284,7 @@ def _window_attention(
 ) -> tuple[Partial, jax.Array]:
     kv_heads = kv_TJH.shape[1] // 2
     call = spec.attention(config.sliding_window)
-    band = halo.window_band(kv_TJH, tail_WJH, chunk)
+    band = halo.window_band(kv_TJH, tail_WJH, chunk, call.padding(kv_TJH.shape[0]))
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
     partial = attention.attend(
         attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
