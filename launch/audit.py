@@ -6,8 +6,8 @@ compiles the programs that the engine would run for one prompt, for as many virt
 prints what they need and exchange per device, next to what the formulas give.
 
 The exit status is 0 when everything is as it must be; 1 when bytes differ from the formula by more than 2 %, when what
-window layers exchange depends on the prompt's length, or when work is out of balance; 2 when the program could not
-start.
+window layers exchange depends on the prompt's length, or when attention or experts are out of balance; 2 when the
+program could not start.
 """
 
 from __future__ import annotations

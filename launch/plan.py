@@ -97,7 +97,12 @@ def run(values: flags.FlagValues) -> int:
         cluster = Cluster.load(values.cluster, values.nodes)
         if values.calibrate:
             rows = [row for path in values.calibrate for row in read_rows(path)]
-            calibration = calibrate(model.config, cluster, rows, fit_up_to=values.fit_up_to)
+            if others := sorted({str(row.get("model")) for row in rows} - {values.config}):
+                raise ValueError(f"the lines are of {', '.join(others)}, but --config={values.config}")
+            try:
+                calibration = calibrate(model.config, cluster, rows, fit_up_to=values.fit_up_to)
+            except KeyError as error:
+                raise ValueError(f"--calibrate: a line has no {error}") from error
             print(format_calibration(calibration))
             if values.save_cluster:
                 _write(pathlib.Path(values.save_cluster), to_toml(calibration.cluster))
@@ -106,7 +111,13 @@ def run(values: flags.FlagValues) -> int:
         splits = values.splits
         if unknown := sorted(set(splits) - set(SPLITS)):
             raise ValueError(f"--splits: {', '.join(unknown)} is not one of {', '.join(SPLITS)}")
+        if not splits:
+            raise ValueError(f"--splits is empty; it takes {', '.join(SPLITS)}")
         if values.explain:
+            if values.solve or values.plot or values.format != "table":
+                raise ValueError(
+                    "--explain prints a table, and goes neither with --solve nor with --plot nor with --format"
+                )
             print(explain(model, cluster, numbers("explain", values.explain, int), tokens, splits))
             return 0
         found = plan(

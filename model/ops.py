@@ -50,7 +50,8 @@ def _short_exp(x: jax.Array) -> jax.Array:
     for coefficient in _EXP2_OF_FRACTION[-2::-1]:
         power = power * fraction + jnp.float32(coefficient)
     bits = jax.lax.bitcast_convert_type(power, jnp.int32) + (integer << _MANTISSA_BITS)  # added to the exponent
-    return jnp.where(y >= -126, jax.lax.bitcast_convert_type(bits, jnp.float32), 0)
+    result = jnp.where(y < -126, 0, jax.lax.bitcast_convert_type(bits, jnp.float32))
+    return jnp.where(jnp.isnan(x), x, result)
 
 
 def rms_norm(x_TD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:

@@ -168,7 +168,8 @@ class TickPrograms:
     def stage_spec(self, bucket: int) -> StageSpec:
         """The static parameters of the stages in the program of a bucket."""
         slots, page = bucket // self.shape.ring, self.cache.page
-        # A rank of a ring holds two segments. A block that spans both is masked for most queries.
+        # A rank of a ring holds two segments. A block that spans both is masked for most queries, so it should be no
+        # longer than one of them.
         segment = slots if self.shape.ring == 1 else -(-slots // 2)
         block_kv = min(self.block_kv, max(1 << (segment - 1).bit_length(), page))
         unit = max(page, block_kv)

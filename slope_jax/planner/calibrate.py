@@ -81,13 +81,13 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     Args:
       config: the model that was measured.
       cluster: where to start; quantities about which the lines say nothing stay as they are.
-      rows: the lines, all of one model on one machine.
+      rows: the lines, all of one model on one machine; those of tensor parallelism are left out.
       fit_up_to: prefills of prompts up to this length are fitted to, longer ones only compared.
 
     Raises:
       ValueError: lines are missing or are of several models, or there are too few prefills to fit to.
     """
-    rows = list(rows)
+    rows = [row for row in rows if row.get("parallelism", "context") == "context"]
     prefills = [row for row in rows if row["kind"] == "prefill" and row["concurrency"] == 1]
     if not prefills:
         raise ValueError("there is no line of kind prefill with a single prompt at once")

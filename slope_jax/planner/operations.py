@@ -33,6 +33,7 @@ EXCHANGES = ("all_to_all", "all_reduce", "ring", "halo", "expert_all_to_all", "h
 OVERHEADS = ("launches", "host")
 PARTS = (*COMPUTE, *EXCHANGES, *OVERHEADS)
 
+_OF_RANKS_WITH_TOKENS = ("projections", "experts", "full_attention", "window_attention")
 _SCOPES = {
     "project_in": "all_to_all",
     "project_out": "all_to_all",
@@ -109,7 +110,7 @@ class OperationTimes:
 
         dense = {b: self._dense_layer(b) for b in dict.fromkeys(schedule.bucket.tolist())}
         by_tick = np.array([dense[b] for b in schedule.bucket.tolist()]).T  # [3, ticks]
-        parts["projections"] += slots * by_tick[0]
+        parts["projections"] += np.where(busy, layers, 0) * by_tick[0]  # idle stages and empty slots compute none
         parts["router"] += slots * by_tick[1]
         parts["elementwise"] += slots * by_tick[2]
         parts["unembedding"] += self._unembedding()
@@ -132,9 +133,9 @@ class OperationTimes:
         parts["host"] += self._quantity("host")
 
         tokens = np.where(busy, chunks.length[inside], 0)
-        filled = tokens / schedule.bucket * layers / slots
-        row_parts = parts["projections"] + parts["router"] + parts["elementwise"]
-        padding = row_parts * (1 - filled) + layers * expert_padding
+        filled = tokens / schedule.bucket
+        padding = parts["projections"] * (1 - filled) + layers * expert_padding
+        padding += (parts["router"] + parts["elementwise"]) * (1 - filled * layers / slots)
         if self._cluster.shares_cores:
             parts = self._on_shared_cores(parts, np.where(busy, chunks.active[inside], 0))
             ring = self._layout.shape.ring * self._layout.shape.ulysses
@@ -261,7 +262,7 @@ class OperationTimes:
         """The same where all devices of a stage take turns on the same cores."""
         shape = self._layout.shape
         scale: dict[str, Any] = dict.fromkeys(parts, shape.ring * shape.ulysses)
-        scale |= dict.fromkeys(("experts", "full_attention", "window_attention"), active * shape.ulysses)
+        scale |= dict.fromkeys(_OF_RANKS_WITH_TOKENS, active * shape.ulysses)
         scale["host"] = 1 / shape.pp  # which is the same for all stages
         shared = shape.num_devices > 1 and "sharing" in self._cluster.quantities
         factor = self._quantity("sharing") if shared else 1.0

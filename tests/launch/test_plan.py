@@ -83,6 +83,8 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
         (["--tokens=1000", "--ttft_slo=-1"], "must be a positive number of seconds, not -1"),
         (["--tokens=many"], "--tokens: invalid literal"),
         (["--splits=banana"], "--splits: banana is not one of sequence, expert, tensor"),
+        (["--splits="], "--splits is empty"),
+        (["--explain=2,2,8", "--format=json"], "it goes with none of --solve, --plot and --format"),
         (["--calibrate=missing.jsonl", "--config=mini"], "missing.jsonl: cannot be read"),
     ],
 )
@@ -104,3 +106,18 @@ def test_an_error_ends_the_program_without_a_traceback() -> None:
     assert done.returncode == 2
     assert "a cluster needs at least one node, not 0" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"kind": "prefill", "model": "mini"}', "a line has no 'concurrency'"),
+        ('{"kind": "prefill", "model": "tiny"}', "the lines are of tiny, but --config=mini"),
+    ],
+)
+def test_lines_that_do_not_fit_are_refused(tmp_path: pathlib.Path, line: str, message: str) -> None:
+    path = tmp_path / "bench.jsonl"
+    path.write_text(line)
+    with pytest.raises(StartError) as caught:
+        _run(f"--calibrate={path}", "--config=mini", "--cluster=cpu", "--nodes=1")
+    assert message in str(caught.value)

@@ -28,3 +28,7 @@ def test_exponential_is_that_of_numpy_rounded(dtype: jnp.dtype) -> None:
 @pytest.mark.parametrize("x", [-np.inf, -1e30, -104.0])
 def test_what_is_too_small_is_zero(x: float) -> None:
     assert jax.jit(lambda x: ops.exp(x, jnp.bfloat16))(jnp.float32(x)) == 0
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    assert np.isnan(np.float32(jax.jit(lambda x: ops.exp(x, jnp.bfloat16))(jnp.float32(np.nan))))
