@@ -84,7 +84,7 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
         (["--tokens=many"], "--tokens: invalid literal"),
         (["--splits=banana"], "--splits: banana is not one of sequence, expert, tensor"),
         (["--splits="], "--splits is empty"),
-        (["--explain=2,2,8", "--format=json"], "it goes with none of --solve, --plot and --format"),
+        (["--explain=2,2,8", "--format=json"], "--explain prints a table, and goes neither with --solve"),
         (["--calibrate=missing.jsonl", "--config=mini"], "missing.jsonl: cannot be read"),
     ],
 )
