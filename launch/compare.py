@@ -80,7 +80,7 @@ def _compare_kv(expected: reference.Forward, result: PrefillResult) -> tuple[flo
 
 def _tie_before(expected: reference.Forward, result: PrefillResult, layer: int, token: int) -> tuple[int, int] | None:
     """The closest tie of a token since the last layer, before `layer`, whose keys and values show that it was equal."""
-    shown = [i for i in range(layer) if result.kv.layer(i)[0] <= token]
+    shown = [i for i in range(layer) if result.kv.header.layers[i].start <= token]
     since = range(shown[-1] if shown else 0, layer)
     closest = min(since, key=lambda i: expected.margins_LT[i, token], default=None)
     return (closest, token) if closest is not None and expected.margins_LT[closest, token] <= TIE else None

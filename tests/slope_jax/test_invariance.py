@@ -47,7 +47,7 @@ def _fits(model: checkpoints.TinyModel, shape: MeshShape) -> bool:
     return heads and shape.pp <= (model.num_layers + 1) // 2
 
 
-@settings(max_examples=12)
+@settings(max_examples=24)
 @given(way=_ways_to_compute(), seed=st.integers(0, 3))
 def test_any_way_to_compute(
     checkpoint: WriteCheckpoint, way: tuple[str, MeshShape, int, str, list[int]], seed: int
