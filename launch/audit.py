@@ -23,9 +23,9 @@ import jax
 from absl import app, flags
 
 from slope_jax.audit import Audit, audit
-from slope_jax.launch.flags import StartError, mesh_shape
+from slope_jax.launch.flags import StartError, define_engine_flags, engine_options, mesh_shape
 from slope_jax.mesh import pass_choice
-from slope_jax.mesh.all_reduce import FORMS, PSUM
+from slope_jax.mesh.all_reduce import PSUM
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.distributed import run_program
 from slope_jax.model.published import PUBLISHED, find_config
@@ -172,13 +172,8 @@ def run() -> int:
             config,
             shape,
             num_tokens=values.tokens,
-            dtype=values.dtype,
-            expert_weights=values.expert_weights,
-            expert_parallel=values.expert_parallel,
-            tensor_parallel=values.tensor_parallel,
-            all_reduce=values.all_reduce,
             chunk_tokens=values.chunk_tokens,
-            ring_pass=values.ring_pass,
+            **engine_options(values),
         )
     except ValueError as error:
         raise StartError(str(error)) from error
@@ -205,14 +200,7 @@ def define_flags() -> None:
     """Defines the flags of the program, beside those of the mesh."""
     flags.DEFINE_string("config", "gpt-oss-120b", f"{' or '.join(PUBLISHED)}, a checkpoint folder, or a config.json.")
     flags.DEFINE_integer("tokens", 102_400, "Tokens of the prompt.", lower_bound=1)
-    flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
-    flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
-    flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis instead of replicating them.")
-    flags.DEFINE_bool("tensor_parallel", False, "Split the weights of layers over the ulysses axis, not the tokens.")
-    flags.DEFINE_enum(
-        "all_reduce", None, FORMS, "How --tensor_parallel adds up over the ulysses axis; psum by default."
-    )
-    flags.DEFINE_enum("ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.")
+    define_engine_flags()
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.", lower_bound=1)
     flags.DEFINE_bool("json", False, "Also print the main numbers as one line of JSON.")
 

@@ -15,11 +15,13 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import flags
 
-from slope_jax.mesh import distributed
+from slope_jax.mesh import distributed, pass_choice
+from slope_jax.mesh.all_reduce import FORMS
 from slope_jax.mesh.axes import MeshShape
 
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
@@ -55,6 +57,31 @@ XLA_TIME_LIMITS = {
 
 class StartError(ValueError):
     """The program cannot start as its flags ask; a refusal for `distributed.run_program`."""
+
+
+_ENGINE_FLAGS = ("dtype", "expert_weights", "expert_parallel", "tensor_parallel", "all_reduce", "ring_pass")
+
+
+def define_engine_flags() -> None:
+    """Defines the flags that say how an engine holds and splits a model, named as the arguments of `Engine.load`."""
+    flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
+    flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
+    flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis and send tokens to them.")
+    flags.DEFINE_bool("tensor_parallel", False, "Split the weights of layers over the ulysses axis, not the tokens.")
+    flags.DEFINE_enum(
+        "all_reduce", None, FORMS, "How --tensor_parallel adds up over the ulysses axis; psum by default."
+    )
+    flags.DEFINE_enum(
+        "ring_pass",
+        pass_choice.AUTO,
+        pass_choice.RING_PASSES,
+        "What goes round the ring: keys and values, queries, or in every tick what moves fewer bytes.",
+    )
+
+
+def engine_options(values: flags.FlagValues) -> dict[str, Any]:
+    """The values of the flags of `define_engine_flags`, as arguments of `Engine.load` and of `audit`."""
+    return {name: values[name].value for name in _ENGINE_FLAGS}
 
 
 def mesh_shape() -> MeshShape:

@@ -21,13 +21,11 @@ import jax
 from absl import app, flags, logging
 
 from slope_jax.engine import Engine
-from slope_jax.launch.flags import StartError, setup_runtime
+from slope_jax.launch.flags import StartError, define_engine_flags, engine_options, setup_runtime
 from slope_jax.launch.outputs import RESULTS_FILE, describe_result, prepare_output, save_kv, write_results
 from slope_jax.launch.progress import TickProgress
 from slope_jax.launch.prompt_lines import PromptLine, read_prompt_lines
 from slope_jax.launch.table import format_results
-from slope_jax.mesh import pass_choice
-from slope_jax.mesh.all_reduce import FORMS
 from slope_jax.mesh.distributed import agree, run_program
 from slope_jax.request import ParsedRequest, parse_each
 from slope_jax.result import PrefillResult
@@ -88,15 +86,10 @@ def run() -> int:
         engine = Engine.load(
             values.checkpoint,
             mesh=mesh,
-            dtype=values.dtype,
-            expert_weights=values.expert_weights,
-            expert_parallel=values.expert_parallel,
-            tensor_parallel=values.tensor_parallel,
-            all_reduce=values.all_reduce,
             chunk_tokens=values.chunk_tokens,
             kv_cache_tokens=values.kv_cache_tokens,
             memory_budget=values.memory_budget,
-            ring_pass=values.ring_pass,
+            **engine_options(values),
         )
     except (OSError, ValueError) as error:
         logging.debug("refused", exc_info=True)  # shown with --verbosity=1
@@ -118,23 +111,11 @@ def define_flags() -> None:
     flags.DEFINE_string("checkpoint", None, "Folder of the checkpoint.", required=True)
     flags.DEFINE_string("prompts", None, "File with one JSON object per line.", required=True)
     flags.DEFINE_string("output_dir", None, "Folder for the results.", required=True)
-    flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
-    flags.DEFINE_string("expert_weights", "bfloat16", "bfloat16 (unpacked at load) or mxfp4 (packed on the device).")
-    flags.DEFINE_bool("expert_parallel", False, "Split the experts over the ulysses axis and send tokens to them.")
-    flags.DEFINE_bool("tensor_parallel", False, "Split the weights of layers over the ulysses axis, not the tokens.")
-    flags.DEFINE_enum(
-        "all_reduce", None, FORMS, "How --tensor_parallel adds up over the ulysses axis; psum by default."
-    )
+    define_engine_flags()
     flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
     flags.DEFINE_integer("kv_cache_tokens", None, "Tokens that the KV cache holds; by default the model's maximum.")
     flags.DEFINE_string(
         "memory_budget", None, "Bytes that a device may use, such as 64GiB; the KV cache gets what nothing else needs."
-    )
-    flags.DEFINE_enum(
-        "ring_pass",
-        pass_choice.AUTO,
-        pass_choice.RING_PASSES,
-        "What goes round the ring: keys and values, queries, or in every tick what moves fewer bytes.",
     )
     flags.DEFINE_bool("warmup", True, "Compile everything first, so that ttft_s holds no compilation.")
 
