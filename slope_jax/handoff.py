@@ -282,8 +282,8 @@ def load_kv(
       num_layers: layers.
 
     Raises:
-      ValueError: a file is missing, damaged or of another version, or the cache is not what the reader needs; the
-        message names the file and the field.
+      ValueError: a file is missing, cut short, mixed up with another or of another version, or the cache is not what
+        the reader needs; the message names the file and the field.
     """
     folder = pathlib.Path(directory)
     fields = _read_json(folder / HEADER_FILE)
