@@ -37,15 +37,19 @@ from absl import app, flags, logging
 from slope_jax.engine import Engine
 from slope_jax.launch import bench_operations, bench_prefill, bench_startup
 from slope_jax.launch.bench_prefill import PrefillCase
-from slope_jax.launch.flags import StartError, mesh_shape, setup_runtime
+from slope_jax.launch.flags import StartError, chosen, mesh_shape, numbers, setup_runtime
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.launch.random_weights import RandomSource
 from slope_jax.launch.timing import MatmulPeak
 from slope_jax.mesh.all_reduce import FORMS
-from slope_jax.mesh.axes import MeshShape
+from slope_jax.mesh.axes import MeshShape, make_mesh
 from slope_jax.mesh.distributed import run_program
+from slope_jax.model import weights
 from slope_jax.model.checkpoint import TensorSource
+from slope_jax.model.config import GptOssConfig
 from slope_jax.model.published import PUBLISHED, published_config
+from slope_jax.model.stages import plan_stages
+from slope_jax.programs import EXPERT_WEIGHTS, all_reduce_form
 
 Row = dict[str, Any]
 CONTEXT, TENSOR = "context", "tensor"
@@ -112,8 +116,13 @@ def open_model(name: str, num_layers: int | None) -> str | TensorSource:
 
 
 def measure(settings: Settings) -> Iterator[Row]:
-    """Measures everything, one row at a time, those of one engine together."""
-    source = open_model(settings.model, settings.num_layers)
+    """Measures everything, one row at a time, those of one engine together.
+
+    Raises:
+      ValueError: the model cannot be run so; before anything is measured as far as sizes tell.
+    """
+    source = weights.open_source(open_model(settings.model, settings.num_layers))
+    check(source.config, settings, jax.devices())
     peak = MatmulPeak(jax.devices())
     common = _common(settings)
     first_shares: dict[tuple[int, int], float] = {}
@@ -127,6 +136,7 @@ def measure(settings: Settings) -> Iterator[Row]:
         engine, row = load_engine(source, mesh, cases, expert_weights, options)
         shared = common | {"mesh": str(mesh), "devices": mesh.num_devices, "dtype": engine.dtype}
         shared |= {"expert_weights": expert_weights, "parallelism": parallelism}
+        shared |= {"expert_parallel": engine.programs.expert_parallel}
         shared |= {"all_reduce": engine.programs.split.form if parallelism == TENSOR else None}
         yield {"kind": "engine"} | shared | row
         if settings.operations:
@@ -138,8 +148,27 @@ def measure(settings: Settings) -> Iterator[Row]:
             yield {"kind": "prefill"} | shared | row | {"relative_time": first / row["share_of_peak"]}
 
 
+def check(config: GptOssConfig, settings: Settings, devices: Sequence[jax.Device]) -> None:
+    """Raises ValueError when a mesh does not fit the model or the devices, or a prompt is too long for the model."""
+    if TENSOR in settings.parallelism:
+        all_reduce_form(
+            tensor_parallel=True,
+            expert_parallel=bool(settings.options.get("expert_parallel")),
+            all_reduce=settings.all_reduce,
+        )
+    for mesh in settings.meshes:
+        mesh.check_heads(config.num_heads, config.num_kv_heads)
+        plan_stages(config.layer_types, mesh.pp)
+        make_mesh(mesh, devices)
+        if settings.options.get("expert_parallel"):
+            mesh.check_experts(config.num_experts)
+    for case in settings.cases:
+        if case.prompt_tokens > config.max_position:
+            raise ValueError(f"a prompt of {case.prompt_tokens} tokens: the model takes at most {config.max_position}")
+
+
 def load_engine(
-    source: str | TensorSource,
+    source: TensorSource,
     mesh: MeshShape,
     cases: Sequence[PrefillCase],
     expert_weights: str,
@@ -214,23 +243,26 @@ def read_settings(values: flags.FlagValues) -> Settings:
       ValueError: flags contradict each other.
     """
     if values.cases is None:
-        meshes = tuple(parse_mesh(text) for text in values.meshes) or (mesh_shape(),)
-        lengths = [int(text) for text in values.prompt_tokens]
-        cases = bench_prefill.product_of(meshes, lengths, [int(text) for text in values.concurrency])
+        meshes = tuple(dict.fromkeys(parse_mesh(text) for text in values.meshes)) or (mesh_shape(),)
+        lengths = numbers("prompt_tokens", values.prompt_tokens, int)
+        cases = bench_prefill.product_of(meshes, lengths, numbers("concurrency", values.concurrency, int))
+        if not cases:
+            raise ValueError("--prompt_tokens and --concurrency need a number each")
     else:
         cases = bench_prefill.CASES[values.cases]
         meshes = tuple(dict.fromkeys(case.mesh for case in cases))
-    if not values.parallelism or set(values.parallelism) - {CONTEXT, TENSOR}:
-        raise ValueError(f"--parallelism={','.join(values.parallelism)}: it lists {CONTEXT}, {TENSOR}, or both")
+    parallelism = chosen("parallelism", values.parallelism, (CONTEXT, TENSOR))
     if values.all_reduce and TENSOR not in values.parallelism:
         raise ValueError(f"--all_reduce={values.all_reduce} is of no use without --parallelism={TENSOR}")
+    if values.plot and (values.startup or not values.prefill):
+        raise ValueError("--plot draws prefills: it goes neither with --startup nor with --noprefill")
     return Settings(
         model=values.model,
         num_layers=values.num_layers,
         meshes=meshes,
         cases=cases,
-        expert_weights=tuple(values.expert_weights),
-        parallelism=tuple(values.parallelism),
+        expert_weights=chosen("expert_weights", values.expert_weights, EXPERT_WEIGHTS),
+        parallelism=parallelism,
         all_reduce=values.all_reduce,
         options={"dtype": values.dtype, "chunk_tokens": values.chunk_tokens} | parse_options(values.option),
         prefill=values.prefill,
@@ -265,7 +297,14 @@ def run() -> int:
     values = flags.FLAGS
     rows: list[Row] = []
     try:
+        if values.plot:
+            try:
+                from slope_jax.launch.bench_plot import plot  # matplotlib is needed for nothing else
+            except ImportError as error:
+                raise ValueError(f"--plot needs matplotlib (the extra bench): {error}") from error
         if values.rows:
+            if not values.plot:
+                raise ValueError("--rows is of no use without --plot")
             rows = [row for path in values.rows for row in read_rows(path)]
         else:
             settings = read_settings(values)
@@ -279,8 +318,6 @@ def run() -> int:
                 if values.startup or jax.process_index() == 0:
                     print(json.dumps(row), flush=True)
         if values.plot and (values.rows or values.startup or jax.process_index() == 0):
-            from slope_jax.launch.bench_plot import plot  # matplotlib is needed for nothing else
-
             plot(rows, values.plot)
     except ValueError as error:
         logging.debug("refused", exc_info=True)  # shown with --verbosity=1
@@ -295,34 +332,63 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(run_program(run, refusals=(StartError,)))
 
 
-def define_flags() -> None:
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags of the program, beside those of the mesh and of the processes."""
     names = ", ".join((*sorted(PRESETS), *PUBLISHED))
-    flags.DEFINE_string("model", "mini", f"A model with random weights ({names}), or the folder of a checkpoint.")
-    flags.DEFINE_integer("num_layers", None, "Only so many layers of it, with random weights.", lower_bound=1)
-    flags.DEFINE_list("meshes", [], "Meshes as pp x ring x ulysses, such as 1x1x1,2x2x2; by default that of the flags.")
-    flags.DEFINE_list("prompt_tokens", ["8192"], "Lengths of prompts.")
-    flags.DEFINE_list("concurrency", ["1"], "Prompts in a batch.")
-    flags.DEFINE_enum("cases", None, sorted(bench_prefill.CASES), "A table of cases, instead of the three flags above.")
-    flags.DEFINE_list("expert_weights", ["bfloat16"], "bfloat16, mxfp4, or both.")
+    flags.DEFINE_string(
+        "model", "mini", f"A model with random weights ({names}), or the folder of a checkpoint.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "num_layers", None, "Only so many layers of it, with random weights.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_list(
+        "meshes",
+        [],
+        "Meshes as pp x ring x ulysses, such as 1x1x1,2x2x2; by default that of the flags.",
+        flag_values=values,
+    )
+    flags.DEFINE_list("prompt_tokens", ["8192"], "Lengths of prompts.", flag_values=values)
+    flags.DEFINE_list("concurrency", ["1"], "Prompts in a batch.", flag_values=values)
+    flags.DEFINE_enum(
+        "cases",
+        None,
+        sorted(bench_prefill.CASES),
+        "A table of cases, instead of the three flags above.",
+        flag_values=values,
+    )
+    flags.DEFINE_list("expert_weights", ["bfloat16"], "bfloat16, mxfp4, or both.", flag_values=values)
     flags.DEFINE_list(
         "parallelism",
         [CONTEXT],
         "What the ulysses axis divides: context (tokens), tensor (weights of layers), or both.",
+        flag_values=values,
     )
-    flags.DEFINE_enum("all_reduce", None, FORMS, "How tensor parallelism adds up; psum by default.")
-    flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
-    flags.DEFINE_integer("chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.")
-    flags.DEFINE_multi_string("option", [], "name=value, a further argument of Engine.load; repeatable.")
-    flags.DEFINE_bool("prefill", True, "Measure prefills.")
-    flags.DEFINE_bool("operations", False, "Measure single operations and exchanges.")
+    flags.DEFINE_enum("all_reduce", None, FORMS, "How tensor parallelism adds up; psum by default.", flag_values=values)
+    flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.", flag_values=values)
+    flags.DEFINE_integer(
+        "chunk_tokens", 4096, "Longest chunk of a prompt that is processed at once.", flag_values=values
+    )
+    flags.DEFINE_multi_string(
+        "option", [], "name=value, a further argument of Engine.load; repeatable.", flag_values=values
+    )
+    flags.DEFINE_bool("prefill", True, "Measure prefills.", flag_values=values)
+    flags.DEFINE_bool("operations", False, "Measure single operations and exchanges.", flag_values=values)
     flags.DEFINE_bool(
-        "startup", False, "Measure a first and a second start with a new compilation cache, nothing else."
+        "startup",
+        False,
+        "Measure a first and a second start with a new compilation cache, nothing else.",
+        flag_values=values,
     )
-    flags.DEFINE_integer("repeats", 3, "Batches per case.", lower_bound=1)
-    flags.DEFINE_integer("max_tries", 5, "How often a time is taken while the machine is not steady.", lower_bound=1)
-    flags.DEFINE_string("plot", None, "PNG file to draw the prefills to; needs matplotlib (the extra bench).")
-    flags.DEFINE_list("rows", [], "Measure nothing, and draw the rows in these files, which earlier runs printed.")
+    flags.DEFINE_integer("repeats", 3, "Batches per case.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "max_tries", 5, "How often a time is taken while the machine is not steady.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_string(
+        "plot", None, "PNG file to draw the prefills to; needs matplotlib (the extra bench).", flag_values=values
+    )
+    flags.DEFINE_list(
+        "rows", [], "Measure nothing, and draw the rows in these files, which earlier runs printed.", flag_values=values
+    )
 
 
 if __name__ == "__main__":

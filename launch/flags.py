@@ -12,10 +12,11 @@ Under `srun` the three flags of the processes are left out: Slurm knows them.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from absl import flags
@@ -41,6 +42,8 @@ _COMPILATION_CACHE_DIR = flags.DEFINE_string(
     None,
     "Folder in which compiled programs are kept, so that the next start with the same mesh and sizes is fast.",
 )
+
+Number = TypeVar("Number", int, float)
 
 # Where processes may differ: their number, the names that they know process 0 by, and folders of their own.
 _OWN_FLAGS = {"process_id", "coordinator_address", "compilation_cache_dir"}
@@ -82,6 +85,34 @@ def define_engine_flags() -> None:
 def engine_options(values: flags.FlagValues) -> dict[str, Any]:
     """The values of the flags of `define_engine_flags`, as arguments of `Engine.load` and of `audit`."""
     return {name: values[name].value for name in _ENGINE_FLAGS}
+
+
+def numbers(flag: str, texts: Sequence[str], kind: Callable[[str], Number]) -> list[Number]:
+    """The numbers of a list flag.
+
+    Raises:
+      ValueError: one is not a positive number.
+    """
+    found = []
+    for text in texts:
+        try:
+            found.append(kind(text))
+        except ValueError as error:
+            raise ValueError(f"--{flag}: {error}") from error
+        if not 0 < found[-1] < math.inf:
+            raise ValueError(f"--{flag}: {text} is not positive and finite")
+    return found
+
+
+def chosen(flag: str, texts: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """The values of a list flag.
+
+    Raises:
+      ValueError: there is none, or one is not known.
+    """
+    if not texts or set(texts) - set(known):
+        raise ValueError(f"--{flag}={','.join(texts)}: it lists one or more of {', '.join(known)}")
+    return tuple(dict.fromkeys(texts))
 
 
 def mesh_shape() -> MeshShape:

@@ -17,13 +17,13 @@ import json
 import logging
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 
 from slope_jax.launch.bench import read_rows
-from slope_jax.launch.flags import StartError
+from slope_jax.launch.flags import StartError, chosen, numbers
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.mesh import pass_choice
 from slope_jax.mesh.axes import MeshShape
@@ -38,8 +38,6 @@ from slope_jax.planner.search import Refused, check_lengths, of_mesh, rank
 from slope_jax.planner.solve import requirements
 from slope_jax.planner.table import as_json, format_calibration, format_explanation, format_plan
 
-Number = TypeVar("Number", int, float)
-
 
 def open_model(name: str) -> PlannedModel:
     """A model by the name of a preset or a published model, or by the path of its sizes.
@@ -52,20 +50,25 @@ def open_model(name: str) -> PlannedModel:
     return read_model(name)
 
 
-def numbers(flag: str, texts: Sequence[str], kind: Callable[[str], Number]) -> list[Number]:
-    """The numbers of a list flag.
+def formats(model: PlannedModel, asked: Sequence[str]) -> tuple[str, ...]:
+    """The formats of the experts to try: those that were asked for, or all that the model can have.
 
     Raises:
-      ValueError: one is not a number.
+      ValueError: the model cannot have one of them.
     """
-    try:
-        return [kind(text) for text in texts]
-    except ValueError as error:
-        raise ValueError(f"--{flag}: {error}") from error
+    return chosen("expert_weights", asked, model.expert_weights) if asked else model.expert_weights
 
 
 def explain(
-    model: PlannedModel, cluster: Cluster, degrees: Sequence[int], tokens: Sequence[int], splits: Sequence[str]
+    model: PlannedModel,
+    cluster: Cluster,
+    degrees: Sequence[int],
+    tokens: Sequence[int],
+    ttft_slo: Sequence[float],
+    *,
+    expert_weights: Sequence[str],
+    splits: Sequence[str],
+    ring_pass: str,
 ) -> str:
     """All about one mesh, for every length and everything that its ulysses ranks may do.
 
@@ -74,17 +77,24 @@ def explain(
     """
     if len(degrees) != 3:
         raise ValueError(f"--explain takes pp,ring,ulysses, not {len(degrees)} numbers")
-    check_lengths(model.config, tokens)
+    targets = check_lengths(model.config, tokens, ttft_slo or None)
     shape = MeshShape(*degrees)
+    if cluster.num_devices % shape.num_devices:
+        raise ValueError(
+            f"--explain: replicas of {shape}, {shape.num_devices} devices each, do not use all "
+            f"{cluster.num_devices} devices of the cluster"
+        )
     sections, refusals = [], []
-    for length in tokens:
+    for length, target in zip(tokens, targets, strict=True):
         for split in splits if shape.ulysses > 1 else (SEQUENCE,):
-            found = of_mesh(model.config, cluster, shape, split, length, expert_weights=model.expert_weights)
+            found = of_mesh(
+                model.config, cluster, shape, split, length, expert_weights=expert_weights, ring_pass=ring_pass
+            )
             if isinstance(found, Refused):
                 refusals.append(f"{shape} {split}, {length:,} tokens: {found.reason}")
                 continue
-            best: list[Prediction] = sorted(found, key=lambda p: rank(p, None))
-            sections.append(format_explanation(best, assumptions(model.config, cluster, best[0])))
+            best: list[Prediction] = sorted(found, key=lambda p: rank(p, target))
+            sections.append(format_explanation(best, target, assumptions(model.config, cluster, best[0])))
     if not sections:
         raise ValueError("; ".join(refusals))
     return "\n\n".join([*sections, *refusals])
@@ -108,27 +118,20 @@ def run(values: flags.FlagValues) -> int:
                 _write(pathlib.Path(values.save_cluster), to_toml(calibration.cluster))
             return 0
         tokens = numbers("tokens", values.tokens, int)
-        splits = values.splits
-        if unknown := sorted(set(splits) - set(SPLITS)):
-            raise ValueError(f"--splits: {', '.join(unknown)} is not one of {', '.join(SPLITS)}")
-        if not splits:
-            raise ValueError(f"--splits is empty; it takes {', '.join(SPLITS)}")
+        targets = numbers("ttft_slo", values.ttft_slo, float)
+        options: dict[str, Any] = {
+            "expert_weights": formats(model, values.expert_weights),
+            "splits": chosen("splits", values.splits, SPLITS),
+            "ring_pass": values.ring_pass,
+        }
         if values.explain:
             if values.solve or values.plot or values.format != "table":
                 raise ValueError(
                     "--explain prints a table, and goes neither with --solve nor with --plot nor with --format"
                 )
-            print(explain(model, cluster, numbers("explain", values.explain, int), tokens, splits))
+            print(explain(model, cluster, numbers("explain", values.explain, int), tokens, targets, **options))
             return 0
-        found = plan(
-            model.config,
-            cluster,
-            tokens,
-            numbers("ttft_slo", values.ttft_slo, float) or None,
-            expert_weights=model.expert_weights,
-            splits=splits,
-            ring_pass=values.ring_pass,
-        )
+        found = plan(model.config, cluster, tokens, targets or None, **options)
         assumed = [assumptions(model.config, cluster, answer.best[0]) for answer in found.answers]
         solved = [requirements(model.config, cluster, answer) for answer in found.answers] if values.solve else []
         if values.plot:
@@ -178,6 +181,12 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("tokens", ["32768", "65536", "100000"], "Lengths of prompts.", flag_values=values)
     flags.DEFINE_list(
         "ttft_slo", [], "The target for the time to first token in seconds, one for each length.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "expert_weights",
+        [],
+        "Formats of the experts to try, mxfp4 and bfloat16; by default all that the checkpoint can be loaded in.",
+        flag_values=values,
     )
     flags.DEFINE_list("splits", list(SPLITS), f"What ulysses ranks may do: {', '.join(SPLITS)}.", flag_values=values)
     flags.DEFINE_enum(

@@ -29,6 +29,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from scipy.special import bdtr  # type: ignore[import-untyped]
 
 from slope_jax.mesh.axes import AXES, ULYSSES, varying
 from slope_jax.model import moe, wire
@@ -97,6 +98,22 @@ class ExchangeShape:
     def sent_bytes(self, rounds: int = 1) -> int:
         """Bytes that leave the device in a layer; balanced routing takes one round."""
         return rounds * (self.dispatch_bytes + self.combine_bytes) * (self.ranks - 1) // self.ranks
+
+    def mean_rounds(self, devices: int, imbalance: float = 1.0) -> float:
+        """Rounds of a layer, on the average, when the experts of each token are drawn by chance.
+
+        All devices take as many rounds as the fullest buffer of any of them needs.
+
+        Args:
+          devices: of the whole mesh.
+          imbalance: rows of the rank that is needed most, over those of the mean rank.
+        """
+        usual = self.mean_rows / self.tokens  # the chance that a token needs a rank
+        rounds = 0.0
+        for full in range(math.ceil(self.tokens / self.capacity)):
+            few, most = bdtr(full * self.capacity, self.tokens, [usual, min(imbalance * usual, 1.0)])
+            rounds += 1 - few ** (devices * (self.ranks - 1)) * most**devices
+        return rounds
 
     @property
     def least_bytes(self) -> float:

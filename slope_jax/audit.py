@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from slope_jax.audit_traffic import TrafficRow, UnplannedExchangeError, traffic_rows
-from slope_jax.audit_work import Tick, Work, plan_ticks, prompt_work, random_expert_rounds
+from slope_jax.audit_work import Tick, Work, plan_ticks, prompt_work
 from slope_jax.kv_cache import CacheShape
 from slope_jax.memory import per_device_bytes, weight_bytes
 from slope_jax.mesh import hlo, pass_choice
@@ -24,6 +24,7 @@ from slope_jax.mesh.buffers import Temporary, largest_temporaries
 from slope_jax.mesh.layout import plan_chunks, zigzag
 from slope_jax.model import cost
 from slope_jax.model.config import SLIDING, GptOssConfig
+from slope_jax.model.expert_parallel import ExchangeShape
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form
 
@@ -175,9 +176,15 @@ def audit(
         ticks=ticks,
         idle=sum(chunk is None for tick in ticks for chunk in tick.chunks) / (len(ticks) * shape.pp),
         work=work,
-        random_expert_rounds=(random_expert_rounds(programs, max(compiled)) if programs.expert_parallel else None),
+        random_expert_rounds=_random_expert_rounds(programs, max(compiled)) if programs.expert_parallel else None,
         failures=tuple(failures),
     )
+
+
+def _random_expert_rounds(programs: TickPrograms, bucket: int) -> float:
+    shape = programs.shape
+    exchange = ExchangeShape.of(programs.config, programs.rows(bucket), shape.ulysses, DTYPES[programs.dtype])
+    return exchange.mean_rounds(shape.num_devices)
 
 
 def memory_rows(

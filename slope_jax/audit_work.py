@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from slope_jax.mesh.layout import RankTokens
 from slope_jax.model import cost
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
-from slope_jax.model.expert_parallel import ExchangeShape
 from slope_jax.model.work import ChunkWork, chunk_work
-from slope_jax.programs import DTYPES, TickPrograms
+from slope_jax.programs import TickPrograms
 
 Chunks = list[tuple[int, list[RankTokens]]]  # first position, and tokens by ring rank
 
@@ -143,30 +142,6 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
         expert_balance=float(rows.max(axis=(1, 2)).sum() / rows.mean(axis=(1, 2)).sum()),
         stage_balance=max(stages) * len(stages) / sum(stages),
     )
-
-
-def random_expert_rounds(programs: TickPrograms, bucket: int, trials: int = 8) -> float:
-    """Rounds that the exchange of expert parallelism takes in a layer, when every set of experts is equally likely.
-
-    Args:
-      programs: their sizes.
-      bucket: tokens of a chunk; each stage has one.
-      trials: layers to take the mean of; the same ones at every call.
-    """
-    config, shape = programs.config, programs.shape
-    devices = shape.num_devices
-    tokens = bucket * shape.pp // devices
-    exchange = ExchangeShape.of(config, tokens, shape.ulysses, DTYPES[programs.dtype])
-    random = np.random.default_rng(0)
-    rounds = []
-    for _ in range(trials):
-        order = random.random((devices * tokens, config.num_experts), np.float32)
-        chosen = np.argpartition(order, config.experts_per_token - 1, axis=1)[:, : config.experts_per_token]
-        ranks = chosen // (config.num_experts // shape.ulysses)
-        wanted = (ranks[:, :, None] == np.arange(shape.ulysses)).any(axis=1)
-        rows = wanted.reshape(devices, tokens, shape.ulysses).sum(axis=1)
-        rounds.append(-(-int(rows.max()) // exchange.capacity))
-    return float(np.mean(rounds))
 
 
 def _stage_operations(config: GptOssConfig, kinds: list[str], num_tokens: int) -> int:

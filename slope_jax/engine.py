@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -49,6 +49,13 @@ _TICKS_IN_FLIGHT = 2  # enough that the devices never wait for the host, few eno
 _READ_GROUP = 64  # pages that are copied out of the cache at a time
 
 OnTick = Callable[[int, int], None]
+
+
+class TtftObserver(Protocol):
+    """What wants to know how long prompts take, such as `planner.Forecast`."""
+
+    def observe(self, num_tokens: int, ttft_s: float) -> None:
+        """Is told the tokens and the time to first token of a prompt that was alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +103,11 @@ class Engine:
 
     Make one with `Engine.load`. In a run of several processes every process loads the engine and makes every call with
     the same arguments; a process that differs makes all of them raise.
+
+    Attributes:
+      forecast: is told how long each prompt took that was alone in its batch; set it to keep a running correction of
+        what the planner expects.
+      last_ticks: what the ticks of the last batch did.
     """
 
     def __init__(
@@ -115,6 +127,7 @@ class Engine:
         self.chunk_tokens, self.buckets = programs.chunk_tokens, programs.buckets
         self.attention_blocks = programs.block_q, programs.block_kv
         self.max_prompt_tokens = min(programs.config.max_position, programs.kv_cache_tokens)
+        self.forecast: TtftObserver | None = None
         self.last_ticks: tuple[TickRecord, ...] = ()
         self._graph, self._params, self._memory_budget = graph, params, memory_budget
         self._plan, self._cache_shape = programs.plan, programs.cache
@@ -322,7 +335,8 @@ class Engine:
         for bucket in self.buckets:
             self._tick(bucket)
             self._dispatch([None] * self.shape.pp, bucket)
-        pages, _ = self._fetch_kv(np.full((self.shape.ring, self._cache_shape.table), -1, np.int32), 1)
+        no_pages = np.full((self.shape.ring, self._cache_shape.table), -1, np.int32)
+        pages, _ = self._copy_kv(*self._prepare_copies(no_pages, 1))
         programs = len(self.buckets) + 1
         if jax.process_count() > 1:
             slots = self._group * self._cache_shape.page
@@ -351,10 +365,13 @@ class Engine:
         if not requests:
             return []
         try:
-            return self._run(requests, arrival, on_tick)
+            results = self._run(requests, arrival, on_tick)
         except BaseException:
             self._state = None  # its buffers may have been given to a tick that failed
             raise
+        if self.forecast is not None and len(results) == 1:
+            self.forecast.observe(results[0].num_tokens, results[0].ttft_s)
+        return results
 
     def _run(self, requests: list[ParsedRequest], arrival: float, on_tick: OnTick | None) -> list[PrefillResult]:
         allocator = PageAllocator(self._cache_shape, self.shape.ring)
@@ -397,16 +414,17 @@ class Engine:
         begin = time.perf_counter()
         longest = max(work.num_tokens for work in stages if work is not None)
         bucket = self.programs.bucket_of(longest)
+        finished = stages[-1] if stages[-1] is not None and stages[-1].is_last else None
+        copies = None
+        if finished is not None:
+            tokens = max(int(c) + len(r.positions) for c, r in zip(finished.cached, finished.ranks, strict=True))
+            copies = self._prepare_copies(finished.allocation.page_table, tokens, finished.allocation.row)
         ring_pass, rounds, logits, work = self._dispatch(stages, bucket, ids)
-        finished = stages[-1]
         pages: list[jax.Array] = []
         tails = None
-        if finished is not None and finished.is_last:
-            tokens = max(int(c) + len(r.positions) for c, r in zip(finished.cached, finished.ranks, strict=True))
-            pages, tails = self._fetch_kv(finished.allocation.page_table, tokens, finished.allocation.row)
+        if finished is not None and copies is not None:
+            pages, tails = self._copy_kv(*copies)
             scheduler.finish(finished)
-        else:
-            finished = None
         record = TickRecord(
             bucket=bucket,
             chunks=tuple(None if w is None else (w.request, w.start, w.num_tokens) for w in stages),
@@ -463,17 +481,28 @@ class Engine:
         sharding = jax.NamedSharding(self.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def _fetch_kv(self, page_table: NDArray[np.int32], tokens: int, row: int = 0) -> tuple[list[jax.Array], jax.Array]:
-        """Starts copying a request's KV out of the cache; `tokens` are those of its fullest ring rank."""
-        assert self._state is not None
+    def _prepare_copies(
+        self, page_table: NDArray[np.int32], tokens: int, row: int = 0
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """What `_copy_kv` takes, made before the tick is dispatched: on CPU, the host waits for the devices afterwards.
+
+        Args:
+          page_table: of the request.
+          tokens: those of its fullest ring rank.
+          row: of its window tails.
+        """
         groups = -(-tokens // (self._group * self._cache_shape.page))
         table = np.pad(page_table, [(0, 0), (0, self._group)], constant_values=-1)
-        row_array = self._put(np.asarray(row, np.int32))
+        ids = [self._put(table[:, g * self._group : (g + 1) * self._group], P(RING)) for g in range(groups)]
+        return ids, self._put(np.asarray(row, np.int32))
+
+    def _copy_kv(self, ids: Sequence[jax.Array], row: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        """Starts copying a request's KV out of the cache: its pages, some at a time, and its window tails."""
+        assert self._state is not None
         pages = []
-        for g in range(groups):
-            ids = self._put(table[:, g * self._group : (g + 1) * self._group], P(RING))
-            group, tails = self._read_pages(self._state.cache, ids, row_array)
-            pages.append(group)
+        for group in ids:
+            copied, tails = self._read_pages(self._state.cache, group, row)
+            pages.append(copied)
         return pages, tails
 
     def _result(self, request: ParsedRequest, tick: _Dispatched, arrival: float) -> PrefillResult:

@@ -8,27 +8,24 @@ devices and sizes, and by no other.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
 import os
 import pathlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 import slope_jax
 
 _log = logging.getLogger(__name__)
-
-_CACHE_HIT = "/jax/compilation_cache/cache_hits"
-_found_by_jax: collections.Counter[str] = collections.Counter()
-jax.monitoring.register_event_listener(lambda event, **_: _found_by_jax.update([event]))
 
 
 def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_from: Sequence[Any]) -> Any:
@@ -57,11 +54,8 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_fr
             )
         except Exception as error:  # whatever is wrong with the file, the program can be compiled again
             _log.warning("%s is not used, and the program compiled again: %r", path, error)
-    lowered, found_before = lower(), _found_by_jax[_CACHE_HIT]
-    program = lowered.compile()
-    if _found_by_jax[_CACHE_HIT] > found_before:
-        # JAX had this program, made from something else; XLA writes what it has read itself without its functions.
-        return program
+    with _without_jax_cache():
+        program = lower().compile()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +64,26 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_fr
     except (OSError, ValueError, RuntimeError) as error:
         _log.warning("%s could not be kept: %r", path, error)
     return program
+
+
+@contextlib.contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """Neither looks for programs in JAX's cache nor keeps them there.
+
+    XLA leaves the functions out when it writes a program that it has read itself, so what is to be kept here must come
+    from the compiler.
+    """
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # the stubs of jax lack it
+    _use_jax_cache(False)
+    try:
+        yield
+    finally:
+        _use_jax_cache(enabled)
+
+
+def _use_jax_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # JAX looks at the setting only once
 
 
 def cache_folder() -> pathlib.Path | None:
@@ -92,8 +106,9 @@ def _key(mesh: Mesh, made_from: Sequence[Any]) -> str:
         _source_hash(),
         jax.__version__,
         importlib.metadata.version("jaxlib"),
+        importlib.metadata.version("flax"),
         mesh.devices.flat[0].client.platform_version,
-        _cpu_features() if devices[0][0] == "cpu" else "",
+        _cpu() if devices[0][0] == "cpu" else "",
         os.environ.get("XLA_FLAGS", ""),
         repr(sorted(settings.items())),
         repr((mesh.axis_names, mesh.devices.shape, devices)),
@@ -112,12 +127,11 @@ def _source_hash() -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
 
 
-def _cpu_features() -> str:
-    """What the CPU can do, which compiled code relies on; empty where the system does not tell."""
+def _cpu() -> str:
+    """What the CPU can do and how many cores there are, which compiled code relies on, as far as the system tells."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ""
-    return "\n".join(
-        sorted({line for line in lines if line.split(":")[0].strip() in {"flags", "Features", "model name"}})
-    )
+        lines = []
+    told = {line for line in lines if line.split(":")[0].strip() in {"flags", "Features", "model name"}}
+    return "\n".join([str(os.cpu_count()), *sorted(told)])

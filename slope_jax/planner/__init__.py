@@ -2,7 +2,8 @@
 
 from slope_jax.planner.devices import Cluster, known_devices
 from slope_jax.planner.evaluate import Prediction, predict
+from slope_jax.planner.forecast import Forecast
 from slope_jax.planner.layout import Layout
 from slope_jax.planner.search import Answer, Plan, plan
 
-__all__ = ["Answer", "Cluster", "Layout", "Plan", "Prediction", "known_devices", "plan", "predict"]
+__all__ = ["Answer", "Cluster", "Forecast", "Layout", "Plan", "Prediction", "known_devices", "plan", "predict"]

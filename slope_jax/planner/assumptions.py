@@ -86,8 +86,8 @@ def _places(config: GptOssConfig, prediction: Prediction, devices_per_node: int)
         "all_reduce": inside,
     }
     names = [
-        "window_attention", "memory", "expert_overlap", "ring_exposed", "routing_imbalance", "permute", "between_nodes",
-        "collective", "ring_step", "launch", "launches", "host", "engine",
+        "window_attention", "memory", "expert_overlap", "unpacking", "ring_exposed", "routing_imbalance", "permute",
+        "between_nodes", "collective", "ring_step", "launch", "launches", "host", "engine",
     ]  # fmt: skip
     if FULL not in config.layer_types:
         del places["full_attention"]

@@ -1,8 +1,5 @@
 """Fits a cluster's quantities to lines of the engine's benchmark, and says how well each operation is met.
 
-    python -m slope_jax.launch.bench --model=mini --operations --meshes=1x1x1,2x2x2 --cpu_devices=8 \
-        --prompt_tokens=512,2048,4096,8192,16384 > bench.jsonl
-
 Operations that were measured alone become points of their curves. What is left (projections, memory, launches) is
 fitted to whole prefills, the short ones; the longer ones are kept for a test. Lines during which the machine was not
 steady are fitted to in neither way. The machine's peak varies while it is
@@ -14,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +21,11 @@ from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import predict
 from slope_jax.planner.fit import Fit, Sample, fit
-from slope_jax.planner.layout import Layout
+from slope_jax.planner.layout import EXPERT, SEQUENCE, Layout
 from slope_jax.planner.operations import OperationTimes
 from slope_jax.planner.quantity import MEASURED, Curve, Point
 
 Row = Mapping[str, Any]
-_EXPERTS = {"bfloat16": "experts", "float32": "experts", "mxfp4": "experts_mxfp4"}
 _ONE_DEVICE = {"compute": ("dense",), "memory": ("memory",), "overhead": ("launch", "host")}
 _SEVERAL = {"sharing": ("sharing",), "exchanges": ("collective", "ring_step")}
 _LIMITS = {
@@ -39,8 +35,10 @@ _LIMITS = {
     "exchanges": (0.05, 20.0),
     "sharing": (0.5, 3.0),
 }
+_SOLVED = {"experts": (1e-3, 1.0), "unpacking": (1e-3, 1e3)}  # where to look for the quantities of experts
 _SOURCE = "the engine's benchmark"
 _STEPS = 60  # of a bisection
+_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,24 +91,19 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
         raise ValueError("there is no line of kind prefill with a single prompt at once")
     if len(models := {row["model"] for row in rows}) > 1:
         raise ValueError(f"the lines are of several models: {', '.join(sorted(models))}")
-    weights = prefills[0]["expert_weights"]
-    prefills = [row for row in prefills if row["expert_weights"] == weights]
-    operations = [
-        row
-        for row in rows
-        if row["kind"] == "operation" and row["expert_weights"] == weights and row.get("steady", True)
-    ]
+    operations = [row for row in rows if row["kind"] == "operation" and row.get("steady", True)]
     peak = float(np.median([row["peak_tflop_per_s"] for row in (*prefills, *operations)])) * 1e12
     cluster = dataclasses.replace(cluster, matmul_flops=peak)
-    curves = exchange_curves([row for row in operations if row["devices"] > 1], peak)
-    curves |= measured_curves(config, cluster, [row for row in operations if row["devices"] == 1], weights)
-    found = cluster.replace(**curves)
     alone = [_sample(config, row, peak, fit_up_to) for row in _in_order(prefills) if row["devices"] == 1]
     several = [_sample(config, row, peak, fit_up_to) for row in _in_order(prefills) if row["devices"] > 1]
     known = sum(sample.is_fitted for sample in alone)
     if not known:
         raise ValueError(f"there is no steady prefill on one device of at most {fit_up_to} tokens to fit to")
-    found = fit(found, dict(list(_ONE_DEVICE.items())[:known]), alone, limits=_LIMITS).cluster
+    exchanges = exchange_curves([row for row in operations if row["devices"] > 1], peak)
+    found, curves = cluster.replace(**exchanges), exchanges
+    for _ in range(_ROUNDS):  # the share of the experts follows from their time only once the bandwidth is known
+        curves = exchanges | measured_curves(config, found, [row for row in operations if row["devices"] == 1])
+        found = fit(cluster.replace(**curves), dict(list(_ONE_DEVICE.items())[:known]), alone, limits=_LIMITS).cluster
     if known := sum(sample.is_fitted for sample in several):
         found = fit(found, dict(list(_SEVERAL.items())[:known]), several, limits=_LIMITS).cluster
     return Calibration(
@@ -120,32 +113,32 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     )
 
 
-def measured_curves(
-    config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], expert_weights: str
-) -> dict[str, Curve]:
+def measured_curves(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row]) -> dict[str, Curve]:
     """The curves of attention and experts, from the lines of a single device."""
-    points: dict[str, list[Point]] = {}
+    points: dict[str, dict[float | None, list[float]]] = {}
 
     def add(name: str, at: float | None, value: float) -> None:
-        point = Point(at=at, value=value, low=value, high=value, status=MEASURED, source=_SOURCE)
-        points.setdefault(name, []).append(point)
+        points.setdefault(name, {}).setdefault(at, []).append(value)
 
+    packed = []
     for row in sorted(rows, key=lambda row: row.get("tokens", 0)):
         name, tokens = row["operation"], row.get("tokens", 0)
+        seconds = row["seconds"] * row["peak_tflop_per_s"] * 1e12 / cluster.matmul_flops
         if name == "full_attention":
-            add(name, tokens, row["share_of_peak"])
+            add(f"full_attention/{config.head_dim}", tokens, row["share_of_peak"])
         elif name == "window_attention":
             add(name, None, row["share_of_peak"])
-        elif name == _EXPERTS[expert_weights]:
-            seconds = row["seconds"] * row["peak_tflop_per_s"] * 1e12 / cluster.matmul_flops
-            share = _expert_share(config, cluster, tokens, expert_weights, seconds)
-            add("experts", tokens * config.experts_per_token / config.num_experts, share)
-    return {
-        (f"full_attention/{config.head_dim}" if name == "full_attention" else name): Curve(
-            name=name, points=tuple(found[-1:] if found[-1].at is None else found)
-        )
-        for name, found in points.items()
-    }
+        elif name == "experts":
+            share = _solved(config, cluster, tokens, "bfloat16", name, seconds)
+            add(name, tokens * config.experts_per_token / config.num_experts, share)
+        elif name == "experts_mxfp4":
+            packed.append((tokens, seconds))
+    curves = {name: _curve(name, of_places) for name, of_places in points.items()}
+    if packed and "experts" in curves:  # what they take longer than unpacked ones is the unpacking
+        with_experts = cluster.replace(experts=curves["experts"])
+        passes = [_solved(config, with_experts, n, "mxfp4", "unpacking", seconds) for n, seconds in packed]
+        curves["unpacking"] = _curve("unpacking", {None: passes})
+    return curves
 
 
 def exchange_curves(rows: Iterable[Row], peak: float) -> dict[str, Curve]:
@@ -167,22 +160,35 @@ def exchange_curves(rows: Iterable[Row], peak: float) -> dict[str, Curve]:
         sent, seconds = max(times)
         if seconds > 2 * beside:  # otherwise the bytes do not show
             values[kind] = sent / (seconds - beside)
-    return {
-        name: Curve(name=name, points=(Point(at=None, value=v, low=v, high=v, status=MEASURED, source=_SOURCE),))
-        for name, v in values.items()
-    }
+    return {name: _curve(name, {None: [value]}) for name, value in values.items()}
 
 
-def _expert_share(config: GptOssConfig, cluster: Cluster, tokens: int, expert_weights: str, seconds: float) -> float:
-    """The share of the peak with which the experts of one layer take so long."""
+def _curve(name: str, values: Mapping[float | None, Sequence[float]]) -> Curve:
+    """A curve through the median of the values at each place."""
+    return Curve(
+        name=name,
+        points=tuple(
+            Point(at=at, value=float(np.median(v)), low=min(v), high=max(v), status=MEASURED, source=_SOURCE)
+            for at, v in values.items()
+        ),
+    )
+
+
+def _solved(
+    config: GptOssConfig, cluster: Cluster, tokens: int, expert_weights: str, name: str, seconds: float
+) -> float:
+    """The value of a quantity with which the experts of one layer take so long; the nearest one if none does."""
     layout = Layout(shape=MeshShape(), chunk_tokens=tokens, expert_weights=expert_weights)
-    low, high = 1e-3, 1.0
+
+    def taken(value: float) -> float:
+        moved = cluster.replace(**{name: _curve(name, {None: [value]})})
+        return OperationTimes(config, moved, layout).expert_layer(tokens, 1)[0]
+
+    low, high = _SOLVED[name]
+    rises = taken(high) > taken(low)
     for _ in range(_STEPS):
-        share = math.sqrt(low * high)
-        point = Point(at=None, value=share, low=share, high=share, status=MEASURED, source=_SOURCE)
-        moved = cluster.replace(experts=Curve(name="experts", points=(point,)))
-        taken, _padding = OperationTimes(config, moved, layout).expert_layer(tokens, 1)
-        low, high = (share, high) if taken > seconds else (low, share)
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if (taken(middle) > seconds) == rises else (middle, high)
     return high
 
 
@@ -190,11 +196,12 @@ def _sample(config: GptOssConfig, row: Row, peak: float, fit_up_to: int) -> Samp
     layout = Layout(
         shape=MeshShape(*(int(degree) for degree in row["mesh"].split("x"))),
         chunk_tokens=row["chunk_tokens"],
+        split=EXPERT if row.get("expert_parallel") else SEQUENCE,
         expert_weights="mxfp4" if row["expert_weights"] == "mxfp4" else "bfloat16",
         dtype=row["dtype"],
     )
     return Sample(
-        name=f"{row['mesh']}, {row['prompt_tokens']} tokens",
+        name=f"{layout}, {row['expert_weights']}, {row['prompt_tokens']} tokens",
         seconds=row["ttft_median_s"] * row["peak_tflop_per_s"] * 1e12 / peak,
         predict=functools.partial(_ttft, config, layout, row["prompt_tokens"]),
         is_fitted=row["prompt_tokens"] <= fit_up_to and row.get("steady", True),
@@ -206,7 +213,7 @@ def _ttft(config: GptOssConfig, layout: Layout, num_tokens: int, cluster: Cluste
 
 
 def _in_order(rows: Iterable[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (row["devices"], row["mesh"], row["prompt_tokens"]))
+    return sorted(rows, key=lambda row: (row["devices"], row["mesh"], row["expert_weights"], row["prompt_tokens"]))
 
 
 def _errors(curve: Curve) -> list[OperationError]:
@@ -223,40 +230,3 @@ def _errors(curve: Curve) -> list[OperationError]:
             )
         )
     return found
-
-
-class Correction:
-    """A running factor, actual over expected TTFT, that a server keeps while it runs.
-
-    It is the mean of the logarithms, in which an observation fades as others follow, so that one slow prompt moves it
-    little and a slower machine is followed.
-
-    Args:
-      fading: weight of the newest observation.
-
-    Raises:
-      ValueError: `fading` is not between 0 and 1.
-    """
-
-    def __init__(self, fading: float = 0.1):
-        if not 0 < fading < 1:
-            raise ValueError(f"fading must be between 0 and 1, not {fading}")
-        self._fading = fading
-        self._mean = 0.0
-        self._weight = 0.0
-
-    @property
-    def factor(self) -> float:
-        """By which to multiply an expected TTFT; 1 before anything was observed."""
-        return math.exp(self._mean / self._weight) if self._weight else 1.0
-
-    def observe(self, expected_s: float, actual_s: float) -> None:
-        """Takes note of a prompt.
-
-        Raises:
-          ValueError: a time is not positive.
-        """
-        if not (expected_s > 0 and actual_s > 0):
-            raise ValueError(f"times must be positive, not {expected_s} expected and {actual_s} actual")
-        self._mean += self._fading * (math.log(actual_s / expected_s) - self._mean)
-        self._weight += self._fading * (1 - self._weight)

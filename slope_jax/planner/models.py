@@ -14,6 +14,7 @@ from typing import Any
 
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig, RopeConfig, read_json
 from slope_jax.model.published import PUBLISHED, find_config
+from slope_jax.programs import EXPERT_WEIGHTS
 
 _NO_WINDOW = 128  # of a model without window layers, where it has no influence
 # Which would need counts of their own.
@@ -37,9 +38,9 @@ class PlannedModel:
     is_packed: bool
 
     @property
-    def expert_weights(self) -> str:
-        """The format of its experts on the devices."""
-        return "mxfp4" if self.is_packed else "bfloat16"
+    def expert_weights(self) -> tuple[str, ...]:
+        """The formats that its experts can have on the devices."""
+        return EXPERT_WEIGHTS if self.is_packed else ("bfloat16",)
 
 
 def read_model(name: str | os.PathLike[str]) -> PlannedModel:
@@ -73,12 +74,14 @@ def sizes_of(raw: Mapping[str, Any]) -> GptOssConfig:
         unknown.append("decoder_sparse_step")
     if unknown:
         raise ValueError(f"there are no counts for a model with {', '.join(unknown)}")
-    experts = next((raw[key] for key in _EXPERTS if raw.get(key)), 1)
+    experts = next((_size(raw, key) for key in _EXPERTS if raw.get(key)), 1)
     heads, width = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     inner = "moe_intermediate_size" if raw.get("moe_intermediate_size") else "intermediate_size"
     layers = _size(raw, "num_hidden_layers")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    window = _size(raw, "sliding_window", _NO_WINDOW) if _has_window(raw) else None
     kinds = raw.get("layer_types") or [SLIDING if window else FULL] * layers
+    if not isinstance(kinds, list) or set(kinds) - {SLIDING, FULL}:
+        raise ValueError(f"layer_types must list {SLIDING} and {FULL}, not {kinds!r}")
     if len(kinds) != layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
     return GptOssConfig(
@@ -86,8 +89,8 @@ def sizes_of(raw: Mapping[str, Any]) -> GptOssConfig:
         hidden_size=width,
         intermediate_size=_size(raw, inner),
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or width // heads,
+        num_kv_heads=_size(raw, "num_key_value_heads", heads),
+        head_dim=_size(raw, "head_dim", width // heads),
         num_experts=experts,
         experts_per_token=_size(raw, "num_experts_per_tok") if experts > 1 else 1,
         sliding_window=window or _NO_WINDOW,
@@ -100,8 +103,12 @@ def sizes_of(raw: Mapping[str, Any]) -> GptOssConfig:
     )
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
+def _has_window(raw: Mapping[str, Any]) -> bool:
+    return raw.get("sliding_window") is not None and bool(raw.get("use_sliding_window", True))
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if raw.get(key) is None else raw[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} must be a positive integer, not {value!r}")
     return value

@@ -18,6 +18,7 @@ from slope_jax.mesh.axes import RING
 from slope_jax.model import cost, kernel_cost
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
 from slope_jax.model.cost import Collective
+from slope_jax.model.expert_parallel import ExchangeShape
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.fabric import Fabric
 from slope_jax.planner.layout import EXPERT, Layout, stages_of
@@ -94,6 +95,7 @@ class OperationTimes:
         mine = layout.tensor_split.share(self._one)  # the model that a rank of tensor parallelism is
         self._token = cost.chunk_operations(mine, 0, 1, is_last=True)  # of one token in one layer
         self._weights = cost.checkpoint_bytes(mine, packed=layout.expert_weights == "mxfp4")
+        self._unpacked = cost.checkpoint_bytes(mine, packed=False).experts
         self._elementwise = kernel_cost.elementwise_bytes(mine, self._dtype)
         self._bytes_per_s = cluster.memory_bandwidth * cluster.curve("memory")()
         kinds = [[config.layer_types[i] for i in stage if i is not None] for stage in self._plan.layers]
@@ -192,6 +194,8 @@ class OperationTimes:
         used = kernel_cost.used_experts(pairs, experts)
         stream = used * self._weights.experts / c.num_experts / self._bytes_per_s
         seconds = max(compute, stream) + self._quantity("expert_overlap") * min(compute, stream)
+        if layout.expert_weights == "mxfp4":
+            seconds += self._quantity("unpacking") * used * self._unpacked / c.num_experts / self._bytes_per_s
         return seconds, compute * (1 - pairs / rows) if compute > stream else 0.0
 
     def attention_layer(self, start: int, length: int, active: int) -> tuple[float, float]:
@@ -226,8 +230,16 @@ class OperationTimes:
                 # Both steps together move the bytes of the all-reduce of which the rate is known.
                 name, operation = "all_reduce", "psum"
             exchange = self._fabric.exchange(operation, collective.axes)
-            found.append((name, collective, exchange.time(collective.sent_bytes)))
+            is_repeated = name == "expert_all_to_all" and operation == "all_to_all"
+            times = self._expert_rounds(bucket) if is_repeated else 1
+            found.append((name, collective, times * exchange.time(collective.sent_bytes)))
         return found
+
+    def _expert_rounds(self, bucket: int) -> float:
+        """How often the exchange of expert parallelism goes on in a layer, on the average."""
+        shape = self._layout.shape
+        exchange = ExchangeShape.of(self._config, bucket // self._layout.token_ranks, shape.ulysses, self._dtype)
+        return exchange.mean_rounds(shape.num_devices, self._quantity("routing_imbalance"))
 
     def _add_exchanges(
         self, schedule: Schedule, attention: Seconds, parts: dict[str, Seconds], ring_hidden: Seconds

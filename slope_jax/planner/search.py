@@ -14,6 +14,7 @@ from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import Prediction, predict
 from slope_jax.planner.layout import EXPERT, SEQUENCE, SPLITS, TENSOR, Layout, refusal
+from slope_jax.programs import EXPERT_WEIGHTS
 
 MODEL_ERROR = 0.05  # relative difference of two times below which the model does not tell them apart
 _CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -40,6 +41,7 @@ class Answer:
       baseline: tensor parallelism on each node, a replica per node; None where it does not fit.
       refused: what does not fit, with the reasons.
       tried: how many configurations were looked at.
+      expert_weights: the formats that were tried.
     """
 
     num_tokens: int
@@ -48,6 +50,7 @@ class Answer:
     baseline: Prediction | None
     refused: tuple[Refused, ...]
     tried: int
+    expert_weights: tuple[str, ...]
 
     def ties(self) -> tuple[Prediction, ...]:
         """Those of `best` that the model does not tell from the first one."""
@@ -83,7 +86,7 @@ def plan(
     tokens: Sequence[int],
     ttft_slo: Sequence[float] | None = None,
     *,
-    expert_weights: str = "mxfp4",
+    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
     splits: Sequence[str] = SPLITS,
     ring_pass: str = pass_choice.AUTO,
 ) -> Plan:
@@ -97,7 +100,8 @@ def plan(
       cluster: the machine.
       tokens: lengths of prompts.
       ttft_slo: the target for TTFT in seconds, one for each length; None for no targets.
-      expert_weights: "mxfp4" or "bfloat16". Packed ones are smaller, and never slower in this model.
+      expert_weights: the formats of the experts to try: "mxfp4", which is small and takes time to unpack in every
+        tick, and "bfloat16", the only one for a model whose experts are not in MXFP4.
       splits: what the ulysses ranks may do, see `layout.Layout`.
       ring_pass: what goes round the ring, see `mesh.pass_choice`.
 
@@ -106,13 +110,7 @@ def plan(
         nothing fits on the cluster; the message has the numbers.
     """
     begin = time.perf_counter()
-    check_lengths(config, tokens)
-    targets: list[float | None] = [None] * len(tokens) if ttft_slo is None else list(ttft_slo)
-    if len(targets) != len(tokens):
-        raise ValueError(f"there are {len(tokens)} lengths of prompts and {len(targets)} targets; give one for each")
-    for target in targets:
-        if target is not None and not 0 < target < math.inf:
-            raise ValueError(f"a target for TTFT must be a positive number of seconds, not {target}")
+    targets = check_lengths(config, tokens, ttft_slo)
     answers = tuple(
         answer(config, cluster, length, target, expert_weights=expert_weights, splits=splits, ring_pass=ring_pass)
         for length, target in zip(tokens, targets, strict=True)
@@ -120,13 +118,25 @@ def plan(
     return Plan(config=config, cluster=cluster, answers=answers, seconds=time.perf_counter() - begin)
 
 
-def check_lengths(config: GptOssConfig, tokens: Sequence[int]) -> None:
-    """Raises ValueError when there is no length, or one that the model does not take."""
+def check_lengths(config: GptOssConfig, tokens: Sequence[int], ttft_slo: Sequence[float] | None) -> list[float | None]:
+    """The target of each length, None where there is none.
+
+    Raises:
+      ValueError: there is no length, one that the model does not take, not a target for each, or one out of range.
+    """
     if not tokens:
         raise ValueError("there is no length of prompts to plan for")
     for length in tokens:
         if not 0 < length <= config.max_position:
             raise ValueError(f"a prompt of {length} tokens: the model takes 1 to {config.max_position}")
+    if ttft_slo is None:
+        return [None] * len(tokens)
+    if len(ttft_slo) != len(tokens):
+        raise ValueError(f"there are {len(tokens)} lengths of prompts and {len(ttft_slo)} targets; give one for each")
+    for target in ttft_slo:
+        if not 0 < target < math.inf:
+            raise ValueError(f"a target for TTFT must be a positive number of seconds, not {target}")
+    return list(ttft_slo)
 
 
 def answer(
@@ -135,7 +145,7 @@ def answer(
     num_tokens: int,
     target_s: float | None,
     *,
-    expert_weights: str = "mxfp4",
+    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
     splits: Sequence[str] = SPLITS,
     ring_pass: str = pass_choice.AUTO,
 ) -> Answer:
@@ -163,6 +173,7 @@ def answer(
         baseline=baseline(config, cluster, num_tokens, expert_weights),
         refused=tuple(refused),
         tried=tried,
+        expert_weights=tuple(expert_weights),
     )
 
 
@@ -190,12 +201,12 @@ def of_mesh(
     split: str,
     num_tokens: int,
     *,
-    expert_weights: str = "mxfp4",
+    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
     ring_pass: str = pass_choice.AUTO,
 ) -> list[Prediction] | Refused:
-    """The predictions for all numbers of chunks on a mesh; or why it cannot be used."""
+    """The predictions for all numbers of chunks and formats of experts on a mesh; or why it cannot be used."""
     replicas = cluster.num_devices // shape.num_devices
-    reason: str | None = "no number of chunks"
+    reasons = []
     found = []
     if split == EXPERT and config.num_experts == 1:
         return Refused(shape=shape, split=split, reason="expert parallelism needs experts: the model is dense")
@@ -203,37 +214,42 @@ def of_mesh(
         reason = refusal(config, layout, cluster, num_tokens)
         if reason is None:
             found.append(predict(config, cluster, layout, num_tokens, replicas=replicas, ring_pass=ring_pass))
-    return found or Refused(shape=shape, split=split, reason=str(reason))
+        else:
+            reasons.append(reason)
+    return found or Refused(shape=shape, split=split, reason=reasons[-1])
 
 
 def _layouts(
-    config: GptOssConfig, shape: MeshShape, split: str, num_tokens: int, expert_weights: str
+    config: GptOssConfig, shape: MeshShape, split: str, num_tokens: int, expert_weights: Sequence[str]
 ) -> Iterator[Layout]:
-    """The chunk sizes that are worth trying."""
+    """The chunk sizes that are worth trying, with every format of the experts; the one that needs least comes last."""
     smallest = smallest_bucket(shape, config.sliding_window)
     for count in _CHUNK_COUNTS:
         chunk = -(-num_tokens // count)
         # Many chunks gain nothing without a pipeline, and in one no more than a few times its stages do.
         if count > 1 and (chunk < smallest or count > 4 * shape.pp):
             return
-        yield Layout(shape=shape, chunk_tokens=chunk, split=split, expert_weights=expert_weights)
+        for packing in sorted(expert_weights):
+            yield Layout(shape=shape, chunk_tokens=chunk, split=split, expert_weights=packing)
 
 
 def baseline(
-    config: GptOssConfig, cluster: Cluster, num_tokens: int, expert_weights: str = "mxfp4"
+    config: GptOssConfig, cluster: Cluster, num_tokens: int, expert_weights: Sequence[str] = EXPERT_WEIGHTS
 ) -> Prediction | None:
     """Tensor parallelism over the devices of a node, a replica on each node; None where it does not fit."""
     size = cluster.devices_per_node
     chunks = -(-num_tokens // _BASELINE_CHUNK)
-    layout = Layout(
-        shape=MeshShape(ulysses=size),
-        chunk_tokens=-(-num_tokens // chunks),
-        split=TENSOR if size > 1 else SEQUENCE,
-        expert_weights=expert_weights,
-    )
-    if refusal(config, layout, cluster, num_tokens) is not None:
-        return None
-    return predict(config, cluster, layout, num_tokens, replicas=cluster.nodes)
+    found = []
+    for packing in expert_weights:
+        layout = Layout(
+            shape=MeshShape(ulysses=size),
+            chunk_tokens=-(-num_tokens // chunks),
+            split=TENSOR if size > 1 else SEQUENCE,
+            expert_weights=packing,
+        )
+        if refusal(config, layout, cluster, num_tokens) is None:
+            found.append(predict(config, cluster, layout, num_tokens, replicas=cluster.nodes))
+    return min(found, key=lambda p: p.ttft_s, default=None)
 
 
 def _divisors(number: int) -> list[int]:

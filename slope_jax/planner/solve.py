@@ -13,6 +13,7 @@ from slope_jax.planner.evaluate import Prediction, predict
 from slope_jax.planner.layout import Layout
 from slope_jax.planner.quantity import Curve
 from slope_jax.planner.search import Answer, Refused, meshes, of_mesh
+from slope_jax.programs import EXPERT_WEIGHTS
 
 KERNELS: tuple[str, ...] = ("experts", "full_attention")
 LINKS: tuple[str, ...] = ("all_to_all", "all_reduce", "permute", "network")
@@ -64,12 +65,16 @@ def requirements(config: GptOssConfig, cluster: Cluster, found: Answer) -> tuple
         _requirement("attention alone", attention, cluster, config, ("full_attention",), found.num_tokens),
         _requirement("experts alone", experts, cluster, config, ("experts",), found.num_tokens),
         _requirement("links and network", links, cluster, config, LINKS, found.num_tokens),
-        nodes_needed(config, cluster, found.num_tokens, target, fastest[0].layout.expert_weights),
+        nodes_needed(config, cluster, found.num_tokens, target, found.expert_weights),
     )
 
 
 def nodes_needed(
-    config: GptOssConfig, cluster: Cluster, num_tokens: int, target_s: float, expert_weights: str = "mxfp4"
+    config: GptOssConfig,
+    cluster: Cluster,
+    num_tokens: int,
+    target_s: float,
+    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
 ) -> Requirement:
     """The smallest number of nodes with which one prompt meets a target: powers of two, and three times such.
 

@@ -52,7 +52,6 @@ def format_plan(
 
 def format_answer(answer: Answer, rows: int) -> str:
     """The best configurations for one length, with notes."""
-    target = f", TTFT within {answer.target_s:g} s" if answer.target_s is not None else ""
     lines = [_row(p, answer.target_s, "=" if answer.is_tie(p) else "") for p in answer.best[:rows]]
     if answer.baseline is not None:
         lines.append(_row(answer.baseline, answer.target_s, "TP"))
@@ -66,11 +65,19 @@ def format_answer(answer: Answer, rows: int) -> str:
     notes += [f"does not fit: {r.shape} {r.split}: {r.reason}" for r in large[:_REFUSED]]
     more = len(answer.refused) - len(large[:_REFUSED])
     notes += [f"{more} other meshes cannot be used; --format=json has the reasons"] if more else []
-    return "\n".join([f"== {answer.num_tokens:,} tokens{target} ==", table(_HEADS, lines, _TEXT), *notes])
+    return "\n".join(
+        [f"== {answer.num_tokens:,} tokens{_within(answer.target_s)} ==", table(_HEADS, lines, _TEXT), *notes]
+    )
 
 
-def format_explanation(predictions: Sequence[Prediction], assumed: tuple[Assumption, ...]) -> str:
-    """Everything about one mesh, of which the best number of chunks comes first."""
+def _within(target_s: float | None) -> str:
+    return "" if target_s is None else f", TTFT within {target_s:g} s"
+
+
+def format_explanation(
+    predictions: Sequence[Prediction], target_s: float | None, assumed: tuple[Assumption, ...]
+) -> str:
+    """Everything about one mesh and a target, if there is one; the best number of chunks comes first."""
     best = predictions[0]
     memory = best.memory
     rows = [
@@ -83,8 +90,8 @@ def format_explanation(predictions: Sequence[Prediction], assumed: tuple[Assumpt
     ]
     return "\n\n".join(
         [
-            f"== {best.layout}, {best.num_tokens:,} tokens ==\n"
-            + table(_HEADS, [_row(p, None, "") for p in predictions], _TEXT),
+            f"== {best.layout}, {best.num_tokens:,} tokens{_within(target_s)} ==\n"
+            + table(_HEADS, [_row(p, target_s, "") for p in predictions], _TEXT),
             split(predictions[:1]),
             table(("memory of a device", "GB"), [(n, f"{b / 1e9:.2f}") for n, b in rows], {"memory of a device"})
             + f"\nroom for {memory.prompts} prompts of this length at once",

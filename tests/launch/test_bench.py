@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
+from absl import flags
 
 from slope_jax.launch import bench, bench_plot, bench_prefill
 from slope_jax.launch import make_checkpoint as maker
@@ -172,22 +175,46 @@ def test_what_cannot_be_measured_is_refused(call: Callable[[], Any], message: st
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--parallelism=context,pipeline"], "--parallelism=context,pipeline: it lists context, tensor, or both"),
+        (["--parallelism=context,pipeline"], "--parallelism=context,pipeline: it lists one or more of context, tensor"),
+        (["--expert_weights="], "--expert_weights=: it lists one or more of bfloat16, mxfp4"),
+        (["--prompt_tokens=512,many"], "--prompt_tokens: invalid literal"),
+        (["--prompt_tokens=512,0"], "--prompt_tokens: 0 is not positive"),
+        (["--prompt_tokens=512,9999999"], "a prompt of 9999999 tokens: the model takes at most"),
+        (["--concurrency="], "--prompt_tokens and --concurrency need a number each"),
+        (["--meshes=1x1x1,1x1x64"], "ulysses=64"),
+        (["--meshes=1x1x1,1x2x1"], "needs 2 devices, but there are 1"),
+        (["--noprefill", "--plot=x.png"], "--plot draws prefills"),
+        (
+            ["--option=expert_parallel=True", "--parallelism=context,tensor"],
+            "tensor_parallel and expert_parallel both divide the experts",
+        ),
         (["--all_reduce=tree"], "--all_reduce=tree is of no use without --parallelism=tensor"),
         (["--option=tensor_parallel=True"], "tensor_parallel is not one of"),
     ],
 )
-def test_parallelism_that_cannot_be_measured_is_refused(given: list[str], message: str) -> None:
+def test_flags_that_make_no_sense_are_refused_before_anything_runs(given: list[str], message: str) -> None:
+    values = flags.FlagValues()
+    bench.define_flags(values)
+    values(["bench", "--model=tiny", "--meshes=1x1x1", *given])
+    config = maker.PRESETS["tiny"].config()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bench.check(config, bench.read_settings(values), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--option=wings=2"], "wings is not one of"),
+        (["--meshes=1x1x1,1x2x1"], "needs 2 devices, but there are 1"),
+        (["--rows=x.jsonl"], "--rows is of no use without --plot"),
+    ],
+)
+def test_a_refusal_ends_the_program_with_the_reason(given: list[str], message: str) -> None:
     done = run_program("--model=tiny", *given)
     assert done.returncode == 2
     assert message in done.stderr
-
-
-def test_a_refusal_ends_the_program_with_the_reason() -> None:
-    done = run_program("--model=tiny", "--option=wings=2")
-    assert done.returncode == 2
-    assert "wings is not one of" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not done.stdout
 
 
 @pytest.mark.parametrize("line", ["[1]", "{}", "{"])

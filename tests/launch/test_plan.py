@@ -50,6 +50,20 @@ def test_explain_shows_one_mesh_in_full() -> None:
     assert "EP" not in text
 
 
+def test_explain_judges_targets_and_follows_the_flags() -> None:
+    flags_of_all = ("--explain=1,4,8", "--tokens=32768,65536", "--ttft_slo=1,0.5", "--splits=expert")
+    text = _run(*flags_of_all, "--ring_pass=q", "--expert_weights=mxfp4")
+    sections = text.split("== 1x4x8 EP")[1:]
+    assert [s.split(" ==")[0] for s in sections] == [
+        ", 32,768 tokens, TTFT within 1 s",
+        ", 65,536 tokens, TTFT within 0.5 s",
+    ]
+    rows = [s.splitlines()[2].split() for s in sections]
+    assert [row[5:7] for row in rows] == [["mxfp4", "q"]] * 2
+    assert int(rows[0][9]) > 0
+    assert int(rows[1][9]) == 0
+
+
 def test_the_table_has_the_baseline_and_what_would_be_needed() -> None:
     text = _run("--nodes=1", "--tokens=16384", "--ttft_slo=0.1", "--solve")
     for part in ("TP  1x1x8 TP", "No configuration meets the target", "to meet 0.1 s, one change", "does not fit: 1x"):
@@ -68,7 +82,7 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
     explained = _run(f"--cluster={machine}", *common_flags, "--explain=1,1,1", "--tokens=4096")
     assert "== 1x1x1, 4,096 tokens ==" in explained
     ttft = float(next(line for line in explained.splitlines() if line.startswith("together")).split()[-1])
-    error = next(line.split()[-1] for line in text.splitlines() if line.startswith("1x1x1, 4096 tokens"))
+    error = next(line.split()[-1] for line in text.splitlines() if line.startswith("1x1x1, bfloat16, 4096 tokens"))
     assert ttft == pytest.approx(4096 / 800 * 1e3 * (1 + float(error.rstrip("%")) / 100), rel=0.05)
 
 
@@ -78,12 +92,16 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
         (["--cluster=mi999"], "'mi999' is neither a machine that is known"),
         (["--nodes=0"], "a cluster needs at least one node, not 0"),
         (["--explain=1,1,1", "--tokens=1000"], "1x1x1 sequence, 1,000 tokens: needs"),
-        (["--explain=8,8,1"], "needs 64 devices, but there are 32"),
+        (["--explain=8,8,1"], "--explain: replicas of 8x8x1, 64 devices each, do not use all 32 devices"),
+        (["--explain=3,1,1"], "--explain: replicas of 3x1x1, 3 devices each, do not use all 32 devices"),
+        (["--explain=1,1,1", "--ttft_slo=1"], "there are 3 lengths of prompts and 1 targets"),
         (["--explain=8,8"], "--explain takes pp,ring,ulysses, not 2 numbers"),
-        (["--tokens=1000", "--ttft_slo=-1"], "must be a positive number of seconds, not -1"),
+        (["--tokens=1000", "--ttft_slo=-1"], "--ttft_slo: -1 is not positive"),
+        (["--tokens=1000,0"], "--tokens: 0 is not positive"),
         (["--tokens=many"], "--tokens: invalid literal"),
-        (["--splits=banana"], "--splits: banana is not one of sequence, expert, tensor"),
-        (["--splits="], "--splits is empty"),
+        (["--splits=banana"], "--splits=banana: it lists one or more of sequence, expert, tensor"),
+        (["--splits="], "--splits=: it lists one or more of"),
+        (["--expert_weights=int4"], "--expert_weights=int4: it lists one or more of bfloat16, mxfp4"),
         (["--explain=2,2,8", "--format=json"], "--explain prints a table, and goes neither with --solve"),
         (["--calibrate=missing.jsonl", "--config=mini"], "missing.jsonl: cannot be read"),
     ],

@@ -183,3 +183,22 @@ def test_the_compiled_program_sends_what_the_formula_says(dtype: Any) -> None:
     sent = sum(found) * 3 // 4  # one of four buffers stays
     assert shape.sent_bytes() == sent
     assert shape.sent_bytes(3) == 3 * sent
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "devices", "least", "most"), [
+    (16, 8, 32, 1.9, 3.0), (256, 8, 32, 1.01, 1.99), (256, 4, 8, 1.0, 1.9), (4096, 8, 32, 1.0, 1.001)
+])  # fmt: skip
+def test_rounds_of_random_routing(tokens: int, ranks: int, devices: int, least: float, most: float) -> None:
+    """Chance alone overfills the buffers of a few tokens, and not those of many; as often as when it is tried."""
+    exchange = ExchangeShape.of(PUBLISHED, tokens, ranks, jnp.bfloat16)
+    random, trials = np.random.default_rng(0), 40 if tokens < 4096 else 1
+    rounds = []
+    for _ in range(trials):
+        order = random.random((devices * tokens, PUBLISHED.num_experts), np.float32)
+        drawn = np.argpartition(order, PUBLISHED.experts_per_token - 1, axis=1)[:, : PUBLISHED.experts_per_token]
+        needed = (drawn[:, :, None] // (PUBLISHED.num_experts // ranks) == np.arange(ranks)).any(axis=1)
+        rows = needed.reshape(devices, tokens, ranks).sum(axis=1)
+        rounds.append(-(-int(rows.max()) // exchange.capacity))
+    assert least <= exchange.mean_rounds(devices) <= most
+    assert abs(exchange.mean_rounds(devices) - np.mean(rounds)) < 0.2
+    assert exchange.mean_rounds(devices, imbalance=1.5) >= max(exchange.mean_rounds(devices), 1.9)

@@ -80,7 +80,7 @@ def test_everything_that_a_program_depends_on_counts(folder: pathlib.Path, monke
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
         lambda patch: patch.setattr(program_cache, "_source_hash", lambda: "of other code"),
-        lambda patch: patch.setattr(program_cache, "_cpu_features", lambda: "of another machine"),
+        lambda patch: patch.setattr(program_cache, "_cpu", lambda: "of another machine"),
         lambda patch: patch.setattr(jax, "__version__", "0.0.0"),
     ]
     for change in changes:
@@ -138,3 +138,29 @@ def test_a_program_that_jax_has_kept_already_can_be_found_again(toy_dir: pathlib
     tokens = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
     assert len(set(tokens[0])) == 1
     assert tokens[0] == tokens[1]
+
+
+EDITED = """
+import sys
+import jax
+from slope_jax import Engine, program_cache
+from slope_jax.programs import TickPrograms
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+program_cache._source_hash = lambda: sys.argv[3]
+lowered, lower = [], TickPrograms.lower
+TickPrograms.lower = lambda *arguments: (lowered.append(1), lower(*arguments))[1]
+engine = Engine.load(sys.argv[1], dtype="float32", chunk_tokens=16, kv_cache_tokens=64, page_tokens=8)
+print(engine.prefill([list(range(1, 50))])[0].token_id, len(lowered))
+"""
+
+
+def test_an_edit_that_changes_no_program_costs_one_start(toy_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def start(source: str) -> list[str]:
+        command = [sys.executable, "-c", EDITED, os.fspath(toy_dir), os.fspath(tmp_path / "cache"), source]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    starts = [start(source) for source in ("before", "after", "after")]
+    assert len({token for token, _ in starts}) == 1
+    assert [lowered for _, lowered in starts] == ["1", "1", "0"]

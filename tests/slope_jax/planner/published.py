@@ -70,7 +70,7 @@ def served_errors() -> list[tuple[dict[str, Any], float, float]]:
     config = published_config("gpt-oss-120b")
     found = []
     for row in read("served.json")["rows"]:
-        cluster = Cluster.load(row["machine"])
+        cluster = Cluster.load(row["machine"]).scaled({"unpacking": 0.0})  # their kernels unpack in registers
         devices = row["devices"]
         layout = Layout(
             shape=MeshShape(ulysses=devices),

@@ -7,13 +7,12 @@ import functools
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slope_jax import MeshShape
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.planner import Cluster, Layout, predict
-from slope_jax.planner.calibrate import Correction, calibrate
+from slope_jax.planner.calibrate import calibrate
 from slope_jax.planner.fit import Sample, fit
 from slope_jax.planner.operations import OperationTimes
 
@@ -78,10 +77,12 @@ def _rows() -> list[dict[str, Any]]:
     }
     true = dataclasses.replace(true, matmul_flops=peak)
     rows: list[dict[str, Any]] = []
-    for tokens in (512, 4096):
-        layout = Layout(shape=MeshShape(), chunk_tokens=tokens, expert_weights="bfloat16")
-        seconds, _ = OperationTimes(MINI, true, layout).expert_layer(tokens, 1)
-        rows.append(common | {"kind": "operation", "operation": "experts", "tokens": tokens, "seconds": seconds})
+    for operation, packing in (("experts", "bfloat16"), ("experts_mxfp4", "mxfp4")):
+        for tokens in (512, 4096):
+            layout = Layout(shape=MeshShape(), chunk_tokens=tokens, expert_weights=packing)
+            seconds, _ = OperationTimes(MINI, true, layout).expert_layer(tokens, 1)
+            row = {"kind": "operation", "operation": operation, "tokens": tokens, "seconds": seconds}
+            rows.append(common | row)
     for tokens in (1024, 8192):
         share = true.attention(64)(tokens)
         row = {"kind": "operation", "operation": "full_attention", "tokens": tokens, "share_of_peak": share}
@@ -102,10 +103,11 @@ def test_calibration_finds_a_machine_that_it_can_describe() -> None:
     found = calibrate(MINI, CLUSTER, rows)
     assert found.prefills.largest_error() < 0.03
     assert set(found.prefills.fitted) == {
-        f"{mesh}, {n} tokens" for mesh in ("1x1x1", "2x2x2") for n in (512, 2048, 4096)
+        f"{mesh}, bfloat16, {n} tokens" for mesh in ("1x1x1", "2x2x2") for n in (512, 2048, 4096)
     }
     points = {(e.operation, e.at): e.value for e in found.operations}
-    assert points["full_attention", 8192] == pytest.approx(CLUSTER.attention(64)(8192) * 2.0)
+    assert points["full_attention/64", 8192] == pytest.approx(CLUSTER.attention(64)(8192) * 2.0)
+    assert points["unpacking", 0.0] == pytest.approx(CLUSTER.curve("unpacking")(), rel=0.1)
     assert points["experts", 512.0] == pytest.approx(CLUSTER.curve("experts")() * 1.3, rel=0.05)
 
 
@@ -128,7 +130,7 @@ def test_lines_that_are_not_steady_have_no_part() -> None:
         | {"prompt_tokens": 600, "ttft_median_s": 50.0, "steady": False},
     ]
     found = calibrate(MINI, CLUSTER, [*odd, *rows])
-    assert "1x1x1, 600 tokens" in found.prefills.tested
+    assert "1x1x1, bfloat16, 600 tokens" in found.prefills.tested
     assert max(abs(error) for name, error in found.prefills.errors.items() if "600" not in name) < 0.03
 
 
@@ -144,22 +146,3 @@ def test_calibrations_that_make_no_sense() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             calibrate(MINI, CLUSTER, wrong)
-
-
-def test_a_running_correction_follows_the_machine() -> None:
-    correction = Correction(fading=0.2)
-    assert correction.factor == 1.0
-    correction.observe(1.0, 1.5)
-    assert correction.factor == pytest.approx(1.5)  # the first observation is all that is known
-    random = np.random.default_rng(0)
-    for noise in random.lognormal(0.0, 0.1, 100):
-        correction.observe(2.0, 4.0 * noise)
-    assert correction.factor == pytest.approx(2.0, rel=0.1)
-    before = correction.factor
-    correction.observe(1.0, 20.0)  # one slow prompt
-    assert correction.factor < 2 * before
-    for expected, actual in ((0.0, 1.0), (1.0, -1.0)):
-        with pytest.raises(ValueError, match="times must be positive"):
-            correction.observe(expected, actual)
-    with pytest.raises(ValueError, match="fading must be between 0 and 1"):
-        Correction(fading=1.0)

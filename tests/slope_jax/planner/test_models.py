@@ -32,7 +32,7 @@ def test_a_mixture_of_experts(tmp_path: pathlib.Path) -> None:
     config = model.config
     assert (config.num_experts, config.experts_per_token, config.head_dim) == (8, 2, 128)
     assert config.layer_types == (FULL,) * 32
-    assert model.expert_weights == "bfloat16"
+    assert model.expert_weights == ("bfloat16",)
 
 
 def test_a_dense_model_is_one_expert() -> None:
@@ -43,7 +43,7 @@ def test_a_dense_model_is_one_expert() -> None:
 
 
 def test_gpt_oss_is_packed() -> None:
-    assert read_model("gpt-oss-120b").expert_weights == "mxfp4"
+    assert read_model("gpt-oss-120b").expert_weights == ("bfloat16", "mxfp4")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ PLAIN = Cluster.load("mi250", nodes=4).replace(
     collective=_constant("collective", 0.0),
     ring_step=_constant("ring_step", 0.0),
     host=_constant("host", 0.0),
+    unpacking=_constant("unpacking", 0.0),
 )
 
 
@@ -48,6 +49,14 @@ def test_compute_of_a_mesh_without_stages() -> None:
     assert parts["full_attention"] == pytest.approx(18 * pairs * 4 * 4096 / 32 / (PEAK * 0.25), rel=1e-6)
     needed = 36 * rows * 4 * 6 * 2880**2 / (PEAK * 0.5)
     assert needed < parts["experts"] < 1.25 * needed  # tiles, and weights that are read meanwhile
+
+
+def test_packed_experts_are_unpacked_in_every_tick() -> None:
+    """128 experts of 3 x 2880 x 2880 weights in bfloat16, divided by 8 ranks, written and read once in each layer."""
+    twice = PLAIN.replace(unpacking=_constant("unpacking", 2.0))
+    times = [_predict(MeshShape(1, 4, 8), EXPERT, TOKENS // 2, cluster).parts["experts"] for cluster in (PLAIN, twice)]
+    unpacked = 128 / 8 * 3 * 2880**2 * 2
+    assert times[1] - times[0] == pytest.approx(2 * 36 * 2 * unpacked / (0.78 * 1.6e12), rel=0.01)
 
 
 def test_exchanges_of_a_mesh_without_stages() -> None:

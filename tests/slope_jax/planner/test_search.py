@@ -47,9 +47,20 @@ def test_what_the_model_says_of_the_three_claims(found: Plan) -> None:
     assert _best(found.answers[1]) == pytest.approx(0.98, rel=0.03)
     assert _best(found.answers[2]) == pytest.approx(1.82, rel=0.03)
     for answer in found.answers:
-        assert (answer.best[0].layout.shape, answer.best[0].layout.split) == (MeshShape(1, 4, 8), EXPERT)
+        layout = answer.best[0].layout
+        assert (layout.shape, layout.split, layout.expert_weights) == (MeshShape(1, 4, 8), EXPERT, "bfloat16")
     plain = [min(p.ttft_s for p in a.best if p.layout.split == SEQUENCE) for a in found.answers]
-    assert plain == pytest.approx([0.59, 1.31, 2.31], rel=0.03)
+    assert plain == pytest.approx([0.97, 1.99, 3.30], rel=0.03)
+
+
+def test_packed_experts_are_for_where_others_do_not_fit(found: Plan) -> None:
+    """Unpacking takes time in every tick; without expert parallelism 32 devices hold only packed experts."""
+    for p in found.answers[1].best:
+        if p.layout.split == SEQUENCE and p.layout.shape.pp < 8:
+            assert p.layout.expert_weights == "mxfp4"
+    packed = plan(CONFIG, CLUSTER, [65_536], expert_weights=["mxfp4"]).answers[0]
+    assert {p.layout.expert_weights for p in (*packed.best, packed.baseline) if p is not None} == {"mxfp4"}
+    assert _best(packed) > _best(found.answers[1])
 
 
 def test_the_answer_hangs_on_the_kernels(found: Plan) -> None:
