@@ -18,7 +18,6 @@ import logging
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import app, flags
 
@@ -28,7 +27,7 @@ from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.mesh import pass_choice
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.model.published import PUBLISHED
-from slope_jax.planner import Cluster, Prediction, known_devices, plan
+from slope_jax.planner import Choices, Cluster, Prediction, known_devices, plan
 from slope_jax.planner.assumptions import assumptions
 from slope_jax.planner.calibrate import calibrate
 from slope_jax.planner.devices import to_toml
@@ -65,10 +64,7 @@ def explain(
     degrees: Sequence[int],
     tokens: Sequence[int],
     ttft_slo: Sequence[float],
-    *,
-    expert_weights: Sequence[str],
-    splits: Sequence[str],
-    ring_pass: str,
+    choices: Choices,
 ) -> str:
     """All about one mesh, for every length and everything that its ulysses ranks may do.
 
@@ -86,10 +82,8 @@ def explain(
         )
     sections, refusals = [], []
     for length, target in zip(tokens, targets, strict=True):
-        for split in splits if shape.ulysses > 1 else (SEQUENCE,):
-            found = of_mesh(
-                model.config, cluster, shape, split, length, expert_weights=expert_weights, ring_pass=ring_pass
-            )
+        for split in choices.splits if shape.ulysses > 1 else (SEQUENCE,):
+            found = of_mesh(model.config, cluster, shape, split, length, choices)
             if isinstance(found, Refused):
                 refusals.append(f"{shape} {split}, {length:,} tokens: {found.reason}")
                 continue
@@ -119,19 +113,19 @@ def run(values: flags.FlagValues) -> int:
             return 0
         tokens = numbers("tokens", values.tokens, int)
         targets = numbers("ttft_slo", values.ttft_slo, float)
-        options: dict[str, Any] = {
-            "expert_weights": formats(model, values.expert_weights),
-            "splits": chosen("splits", values.splits, SPLITS),
-            "ring_pass": values.ring_pass,
-        }
+        choices = Choices(
+            expert_weights=formats(model, values.expert_weights),
+            splits=chosen("splits", values.splits, SPLITS),
+            ring_pass=values.ring_pass,
+        )
         if values.explain:
             if values.solve or values.plot or values.format != "table":
                 raise ValueError(
                     "--explain prints a table, and goes neither with --solve nor with --plot nor with --format"
                 )
-            print(explain(model, cluster, numbers("explain", values.explain, int), tokens, targets, **options))
+            print(explain(model, cluster, numbers("explain", values.explain, int), tokens, targets, choices))
             return 0
-        found = plan(model.config, cluster, tokens, targets or None, **options)
+        found = plan(model.config, cluster, tokens, targets or None, choices)
         assumed = [assumptions(model.config, cluster, answer.best[0]) for answer in found.answers]
         solved = [requirements(model.config, cluster, answer) for answer in found.answers] if values.solve else []
         if values.plot:

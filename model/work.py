@@ -34,13 +34,13 @@ class ChunkWork:
     window: Counts
     rows: Counts
 
-    def products(self, full_layers: int, window_layers: int) -> Counts:
-        """Products of so many layers of each kind, `[ring]`."""
-        return full_layers * self.full.sum(axis=0) + window_layers * self.window
+    def sums(self, full: int, window: int) -> Counts:
+        """Products of both kinds, `[ring]`, each of which counts as much as it is said to."""
+        return full * self.full.sum(axis=0) + window * self.window
 
-    def slowest_products(self, full_layers: int, window_layers: int) -> int:
-        """The products that such layers take as long as, when every step lasts as long as on the busiest ring rank."""
-        return int(full_layers * self.full.max(axis=1).sum() + window_layers * self.window.max())
+    def slowest(self, full: int, window: int) -> int:
+        """The same sum when every step lasts as long as on the busiest ring rank."""
+        return int(full * self.full.max(axis=1).sum() + window * self.window.max())
 
 
 def chunk_work(

@@ -119,12 +119,11 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
         for stage, chunk in enumerate(tick.chunks):
             if chunk is not None:
                 found = work_of(chunk, tick.bucket, tick.ring_pass)
-                full, window = found.products(layers[stage, 0], 0), found.products(0, layers[stage, 1])
                 spec = programs.stage_spec(tick.bucket)
-                keys = spec.block_kv, spec.attention(config.sliding_window).window_keys
-                products[stage] += full + window
-                pairs[stage] += spec.block_q * (full * keys[0] + window * keys[1])
-                slowest[stage] += found.slowest_products(*layers[stage])
+                keys = np.array([spec.block_kv, spec.attention(config.sliding_window).window_keys])
+                products[stage] += found.sums(*layers[stage])
+                pairs[stage] += spec.block_q * found.sums(*(layers[stage] * keys))
+                slowest[stage] += spec.block_q * found.slowest(*(layers[stage] * keys))
                 rows[chunk] = found.rows
     per_pair = 4 * config.num_heads // shape.ulysses * config.head_dim  # a score and a weighted value for every head
     chunk_layers = layers.sum(axis=1)
@@ -138,7 +137,7 @@ def prompt_work(programs: TickPrograms, chunks: Chunks, ticks: Sequence[Tick]) -
         needed_attention_operations=(operations.full_attention + operations.window_attention) / shape.num_devices,
         rows=rows.sum(axis=0),
         expert_operations=chunk_layers[:, None, None] * rows.sum(axis=0) * per_row,
-        attention_balance=float((slowest / products.mean(axis=1)).max()),
+        attention_balance=float((slowest / pairs.mean(axis=1)).max()),
         expert_balance=float(rows.max(axis=(1, 2)).sum() / rows.mean(axis=(1, 2)).sum()),
         stage_balance=max(stages) * len(stages) / sum(stages),
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 from slope_jax.planner.quantity import Curve, read_curve
 
+MOST_NODES = 1024  # for more, trying all meshes takes minutes
 FOLDER = pathlib.Path(__file__).parent / "devices"
 
 # Name of a quantity: the key of its place on the curve (None: one value holds everywhere), and the key of its value.
@@ -161,10 +162,12 @@ class Cluster:
         """The same cluster with another number of nodes.
 
         Raises:
-          ValueError: it is not a positive integer.
+          ValueError: it is not an integer from 1 to `MOST_NODES`.
         """
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
             raise ValueError(f"a cluster needs at least one node, not {nodes!r}")
+        if nodes > MOST_NODES:
+            raise ValueError(f"a cluster of {nodes} nodes: the planner takes at most {MOST_NODES}")
         return dataclasses.replace(self, nodes=nodes)
 
     @classmethod
@@ -173,7 +176,7 @@ class Cluster:
 
         Raises:
           ValueError: there is neither, or the file is not as it must be (the message names what), or `nodes` is not a
-            positive integer.
+            integer from 1 to `MOST_NODES`.
         """
         path = pathlib.Path(name)
         if os.fspath(name) in known_devices():

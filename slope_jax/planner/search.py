@@ -22,6 +22,25 @@ _BASELINE_CHUNK = 8192  # what servers with tensor parallelism take
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What may be tried.
+
+    Attributes:
+      expert_weights: the formats of the experts: "mxfp4", which is small and takes time to unpack in every tick, and
+        "bfloat16", the only one for a model whose experts are not in MXFP4.
+      splits: what the ulysses ranks may do, see `layout.Layout`.
+      ring_pass: what goes round the ring, see `mesh.pass_choice`.
+    """
+
+    expert_weights: tuple[str, ...] = EXPERT_WEIGHTS
+    splits: tuple[str, ...] = SPLITS
+    ring_pass: str = pass_choice.AUTO
+
+
+ALL = Choices()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """A mesh that cannot be used, with the reason."""
 
@@ -41,7 +60,7 @@ class Answer:
       baseline: tensor parallelism on each node, a replica per node; None where it does not fit.
       refused: what does not fit, with the reasons.
       tried: how many configurations were looked at.
-      expert_weights: the formats that were tried.
+      choices: what could be tried.
     """
 
     num_tokens: int
@@ -50,7 +69,7 @@ class Answer:
     baseline: Prediction | None
     refused: tuple[Refused, ...]
     tried: int
-    expert_weights: tuple[str, ...]
+    choices: Choices
 
     def ties(self) -> tuple[Prediction, ...]:
         """Those of `best` that the model does not tell from the first one."""
@@ -85,10 +104,7 @@ def plan(
     cluster: Cluster,
     tokens: Sequence[int],
     ttft_slo: Sequence[float] | None = None,
-    *,
-    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
-    splits: Sequence[str] = SPLITS,
-    ring_pass: str = pass_choice.AUTO,
+    choices: Choices = ALL,
 ) -> Plan:
     """Finds the best ways to prefill prompts of some lengths on a cluster.
 
@@ -100,10 +116,7 @@ def plan(
       cluster: the machine.
       tokens: lengths of prompts.
       ttft_slo: the target for TTFT in seconds, one for each length; None for no targets.
-      expert_weights: the formats of the experts to try: "mxfp4", which is small and takes time to unpack in every
-        tick, and "bfloat16", the only one for a model whose experts are not in MXFP4.
-      splits: what the ulysses ranks may do, see `layout.Layout`.
-      ring_pass: what goes round the ring, see `mesh.pass_choice`.
+      choices: what may be tried.
 
     Raises:
       ValueError: there is no length, a length or a target is out of range, there are more of one than of the other, or
@@ -112,8 +125,7 @@ def plan(
     begin = time.perf_counter()
     targets = check_lengths(config, tokens, ttft_slo)
     answers = tuple(
-        answer(config, cluster, length, target, expert_weights=expert_weights, splits=splits, ring_pass=ring_pass)
-        for length, target in zip(tokens, targets, strict=True)
+        answer(config, cluster, length, target, choices) for length, target in zip(tokens, targets, strict=True)
     )
     return Plan(config=config, cluster=cluster, answers=answers, seconds=time.perf_counter() - begin)
 
@@ -144,17 +156,14 @@ def answer(
     cluster: Cluster,
     num_tokens: int,
     target_s: float | None,
-    *,
-    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
-    splits: Sequence[str] = SPLITS,
-    ring_pass: str = pass_choice.AUTO,
+    choices: Choices = ALL,
 ) -> Answer:
     """Tries all configurations for one length (see `plan`)."""
     best: list[Prediction] = []
     refused: list[Refused] = []
     tried = 0
-    for shape, split in meshes(cluster.num_devices, splits):
-        found = of_mesh(config, cluster, shape, split, num_tokens, expert_weights=expert_weights, ring_pass=ring_pass)
+    for shape, split in meshes(cluster.num_devices, choices.splits):
+        found = of_mesh(config, cluster, shape, split, num_tokens, choices)
         if isinstance(found, Refused):
             refused.append(found)
             continue
@@ -170,10 +179,10 @@ def answer(
         num_tokens=num_tokens,
         target_s=target_s,
         best=tuple(sorted(best, key=lambda p: rank(p, target_s))),
-        baseline=baseline(config, cluster, num_tokens, expert_weights),
+        baseline=baseline(config, cluster, num_tokens, choices),
         refused=tuple(refused),
         tried=tried,
-        expert_weights=tuple(expert_weights),
+        choices=choices,
     )
 
 
@@ -200,9 +209,7 @@ def of_mesh(
     shape: MeshShape,
     split: str,
     num_tokens: int,
-    *,
-    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
-    ring_pass: str = pass_choice.AUTO,
+    choices: Choices = ALL,
 ) -> list[Prediction] | Refused:
     """The predictions for all numbers of chunks and formats of experts on a mesh; or why it cannot be used."""
     replicas = cluster.num_devices // shape.num_devices
@@ -210,10 +217,10 @@ def of_mesh(
     found = []
     if split == EXPERT and config.num_experts == 1:
         return Refused(shape=shape, split=split, reason="expert parallelism needs experts: the model is dense")
-    for layout in _layouts(config, shape, split, num_tokens, expert_weights):
+    for layout in _layouts(config, shape, split, num_tokens, choices.expert_weights):
         reason = refusal(config, layout, cluster, num_tokens)
         if reason is None:
-            found.append(predict(config, cluster, layout, num_tokens, replicas=replicas, ring_pass=ring_pass))
+            found.append(predict(config, cluster, layout, num_tokens, replicas=replicas, ring_pass=choices.ring_pass))
         else:
             reasons.append(reason)
     return found or Refused(shape=shape, split=split, reason=reasons[-1])
@@ -233,14 +240,12 @@ def _layouts(
             yield Layout(shape=shape, chunk_tokens=chunk, split=split, expert_weights=packing)
 
 
-def baseline(
-    config: GptOssConfig, cluster: Cluster, num_tokens: int, expert_weights: Sequence[str] = EXPERT_WEIGHTS
-) -> Prediction | None:
+def baseline(config: GptOssConfig, cluster: Cluster, num_tokens: int, choices: Choices = ALL) -> Prediction | None:
     """Tensor parallelism over the devices of a node, a replica on each node; None where it does not fit."""
     size = cluster.devices_per_node
     chunks = -(-num_tokens // _BASELINE_CHUNK)
     found = []
-    for packing in expert_weights:
+    for packing in choices.expert_weights:
         layout = Layout(
             shape=MeshShape(ulysses=size),
             chunk_tokens=-(-num_tokens // chunks),

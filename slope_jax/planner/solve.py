@@ -12,8 +12,7 @@ from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import Prediction, predict
 from slope_jax.planner.layout import Layout
 from slope_jax.planner.quantity import Curve
-from slope_jax.planner.search import Answer, Refused, meshes, of_mesh
-from slope_jax.programs import EXPERT_WEIGHTS
+from slope_jax.planner.search import ALL, Answer, Choices, Refused, meshes, of_mesh
 
 KERNELS: tuple[str, ...] = ("experts", "full_attention")
 LINKS: tuple[str, ...] = ("all_to_all", "all_reduce", "permute", "network")
@@ -56,25 +55,20 @@ def requirements(config: GptOssConfig, cluster: Cluster, found: Answer) -> tuple
     if target is None:
         raise ValueError("there is no target to solve for: give --ttft_slo")
     fastest = sorted(found.best, key=lambda p: p.ttft_s)[:_LAYOUTS]
-    kernels = _smallest(config, cluster, fastest, target, KERNELS)
-    experts = _smallest(config, cluster, fastest, target, ("experts",))
-    attention = _smallest(config, cluster, fastest, target, ("full_attention",))
-    links = _smallest(config, cluster, fastest, target, LINKS)
+    smallest = functools.partial(_smallest, config, cluster, fastest, target, found.choices.ring_pass)
+    kernels, experts, attention = smallest(KERNELS), smallest(("experts",)), smallest(("full_attention",))
+    links = smallest(LINKS)
     return (
         _requirement("attention and experts", kernels, cluster, config, KERNELS, found.num_tokens),
         _requirement("attention alone", attention, cluster, config, ("full_attention",), found.num_tokens),
         _requirement("experts alone", experts, cluster, config, ("experts",), found.num_tokens),
         _requirement("links and network", links, cluster, config, LINKS, found.num_tokens),
-        nodes_needed(config, cluster, found.num_tokens, target, found.expert_weights),
+        nodes_needed(config, cluster, found.num_tokens, target, found.choices),
     )
 
 
 def nodes_needed(
-    config: GptOssConfig,
-    cluster: Cluster,
-    num_tokens: int,
-    target_s: float,
-    expert_weights: Sequence[str] = EXPERT_WEIGHTS,
+    config: GptOssConfig, cluster: Cluster, num_tokens: int, target_s: float, choices: Choices = ALL
 ) -> Requirement:
     """The smallest number of nodes with which one prompt meets a target: powers of two, and three times such.
 
@@ -84,10 +78,10 @@ def nodes_needed(
 
     def fastest(nodes: int) -> Layout | None:
         larger = cluster.with_nodes(nodes)
-        for shape, split in meshes(larger.num_devices):
+        for shape, split in meshes(larger.num_devices, choices.splits):
             if shape.num_devices < larger.num_devices or shape.pp > _MOST_STAGES:
                 continue
-            found = of_mesh(config, larger, shape, split, num_tokens, expert_weights=expert_weights)
+            found = of_mesh(config, larger, shape, split, num_tokens, choices)
             if isinstance(found, Refused):
                 continue
             best = min(found, key=lambda p: p.ttft_s)
@@ -110,22 +104,29 @@ def nodes_needed(
 
 
 def _smallest(
-    config: GptOssConfig, cluster: Cluster, candidates: Sequence[Prediction], target_s: float, names: Sequence[str]
+    config: GptOssConfig,
+    cluster: Cluster,
+    candidates: Sequence[Prediction],
+    target_s: float,
+    ring_pass: str,
+    names: Sequence[str],
 ) -> tuple[float, Layout] | None:
     """The smallest factor for some quantities with which one of the candidates meets the target."""
     found: tuple[float, Layout] | None = None
     most = _largest_factor(config, cluster, names)
     for candidate in candidates:
-        ttft = functools.partial(_ttft, config, cluster, candidate, names)
+        ttft = functools.partial(_ttft, config, cluster, candidate, ring_pass, names)
         factor = smallest_factor(ttft, target_s, most if found is None else found[0])
         if factor is not None and (found is None or factor < found[0] * (1 - _PRECISION)):
             found = factor, candidate.layout
     return found
 
 
-def _ttft(config: GptOssConfig, cluster: Cluster, candidate: Prediction, names: Sequence[str], factor: float) -> float:
+def _ttft(
+    config: GptOssConfig, cluster: Cluster, candidate: Prediction, ring_pass: str, names: Sequence[str], factor: float
+) -> float:
     moved = cluster.scaled(dict.fromkeys(names, factor))
-    return predict(config, moved, candidate.layout, candidate.num_tokens).ttft_s
+    return predict(config, moved, candidate.layout, candidate.num_tokens, ring_pass=ring_pass).ttft_s
 
 
 def smallest_factor(ttft: Callable[[float], float], target_s: float, most: float = _MOST) -> float | None:

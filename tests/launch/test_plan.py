@@ -91,6 +91,7 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
     [
         (["--cluster=mi999"], "'mi999' is neither a machine that is known"),
         (["--nodes=0"], "a cluster needs at least one node, not 0"),
+        (["--nodes=2000000"], "a cluster of 2000000 nodes: the planner takes at most 1024"),
         (["--explain=1,1,1", "--tokens=1000"], "1x1x1 sequence, 1,000 tokens: needs"),
         (["--explain=8,8,1"], "--explain: replicas of 8x8x1, 64 devices each, do not use all 32 devices"),
         (["--explain=3,1,1"], "--explain: replicas of 3x1x1, 3 devices each, do not use all 32 devices"),

@@ -51,7 +51,7 @@ def test_blocks_and_rounds_are_those_of_the_engine(
             expected = np.zeros(shape.ring, np.int64)
             if chunk is not None:
                 work = chunk_work(chunks[chunk][1], cached[chunk], spec, shape.ulysses, tick.ring_pass)
-                expected = work.products(kinds.count(FULL), kinds.count(SLIDING))
+                expected = work.sums(kinds.count(FULL), kinds.count(SLIDING))
             found = record.attention_blocks[stage]
             np.testing.assert_array_equal(found, np.repeat(expected[:, None], shape.ulysses, axis=1))
     total = sum(record.attention_blocks for record in it.last_ticks)
@@ -75,16 +75,16 @@ def test_the_slowest_rank_of_each_step_is_what_takes_time() -> None:
     ranks = [RankTokens(np.arange(4, dtype=np.int32), 4), RankTokens(np.arange(4, 8, dtype=np.int32), 4)]
     found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "kv")
     np.testing.assert_array_equal(found.full, [[2, 2], [0, 2]])
-    assert found.products(5, 0).tolist() == [10, 20]
-    assert found.slowest_products(5, 0) == 20
+    assert found.sums(5, 0).tolist() == [10, 20]
+    assert found.slowest(5, 0) == 20
     found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "q")
     # Rank 1 has nothing for the queries of rank 0, which come before its keys.
     np.testing.assert_array_equal(found.full, [[2, 2], [2, 0]])
-    assert found.products(5, 0).tolist() == [20, 10]
+    assert found.sums(5, 0).tolist() == [20, 10]
     ranks.reverse()
     found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "kv")
     np.testing.assert_array_equal(found.full, [[2, 2], [2, 0]])
     ranks = [RankTokens(np.arange(8, dtype=np.int32), 8), RankTokens(np.zeros(0, np.int32), 0)]
     found = chunk_work(ranks, [np.zeros(0, np.int32)] * 2, SPEC, 1, "kv")
     np.testing.assert_array_equal(found.rows, [[8], [0]])
-    assert found.slowest_products(1, 1) > found.products(1, 1).mean()
+    assert found.slowest(1, 1) > found.sums(1, 1).mean()

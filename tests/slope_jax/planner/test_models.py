@@ -53,6 +53,11 @@ def test_gpt_oss_is_packed() -> None:
         ({"n_shared_experts": 1}, "no counts for a model with n_shared_experts"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
         ({"layer_types": [FULL]}, "layer_types has 1 entries for 32 layers"),
+        ({"layer_types": ["linear_attention"] * 32}, "layer_types must list sliding_attention and full_attention"),
+        ({"num_local_experts": 2.5}, "num_local_experts must be a positive integer, not 2.5"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads must be a positive integer, not '8'"),
+        ({"head_dim": -1}, "head_dim must be a positive integer, not -1"),
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
         ({"num_key_value_heads": 5}, "32 query heads cannot be divided among 5 KV heads"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from slope_jax import MeshShape
 from slope_jax.model.published import published_config
-from slope_jax.planner import Answer, Cluster, Plan, plan
+from slope_jax.planner import Answer, Choices, Cluster, Plan, plan
 from slope_jax.planner.assumptions import assumptions, hangs_on
 from slope_jax.planner.layout import EXPERT, SEQUENCE, SPLITS
 from slope_jax.planner.search import MODEL_ERROR, Refused, meshes, of_mesh, rank
@@ -58,7 +58,7 @@ def test_packed_experts_are_for_where_others_do_not_fit(found: Plan) -> None:
     for p in found.answers[1].best:
         if p.layout.split == SEQUENCE and p.layout.shape.pp < 8:
             assert p.layout.expert_weights == "mxfp4"
-    packed = plan(CONFIG, CLUSTER, [65_536], expert_weights=["mxfp4"]).answers[0]
+    packed = plan(CONFIG, CLUSTER, [65_536], choices=Choices(expert_weights=("mxfp4",))).answers[0]
     assert {p.layout.expert_weights for p in (*packed.best, packed.baseline) if p is not None} == {"mxfp4"}
     assert _best(packed) > _best(found.answers[1])
 

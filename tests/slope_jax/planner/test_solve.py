@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slope_jax.model.published import published_config
-from slope_jax.planner import Cluster, predict
+from slope_jax.planner import Choices, Cluster, predict
+from slope_jax.planner.layout import SEQUENCE
 from slope_jax.planner.search import answer
 from slope_jax.planner.solve import KERNELS, nodes_needed, requirements, smallest_factor
 
@@ -33,6 +34,16 @@ def test_the_factor_is_just_enough() -> None:
 def test_targets_that_no_number_of_nodes_meets() -> None:
     found = nodes_needed(CONFIG, CLUSTER.with_nodes(24), 65_536, 0.001)
     assert (found.factor, found.nodes) == (None, None)
+
+
+def test_only_what_may_be_tried_is_tried() -> None:
+    """Without splitting the experts, 64K tokens take several stages or more memory, and more than four nodes."""
+    choices = Choices(splits=(SEQUENCE,), ring_pass="q")
+    found = answer(CONFIG, CLUSTER, 65_536, 1.6, choices)
+    needed = requirements(CONFIG, CLUSTER, found)
+    layouts = [r.layout for r in needed if r.layout is not None]
+    assert layouts
+    assert {layout.split for layout in layouts} == {SEQUENCE}
 
 
 def test_fewer_nodes_are_enough_for_a_loose_target() -> None:
