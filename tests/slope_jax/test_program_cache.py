@@ -111,8 +111,9 @@ def test_a_damaged_file_is_compiled_again(
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
-    assert program_cache.cache_folder() is None
     np.testing.assert_array_equal(run(compiled()), [0, 2, 4, 6])
+    with pytest.raises(AssertionError, match="a program was lowered"):
+        compiled(lower=cannot_lower)
 
 
 TWO_ENGINES = """
