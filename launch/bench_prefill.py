@@ -75,10 +75,11 @@ def prefill_row(
         0, engine.config.vocab_size, (case.concurrency, case.prompt_tokens), dtype=np.int32
     )
     batches: list[Timed[list[PrefillResult]]] = []
-    host_s: list[float] = []
+    host_s: list[tuple[float, float]] = []
     for _ in range(repeats):
         batches.append(timed(lambda: engine.prefill(list(prompts)), peak, max_tries))
-        host_s += [tick.host_s for tick in engine.last_ticks]
+        host_s += [(tick.host_s, tick.host_wait_s) for tick in engine.last_ticks]
+    works, waits = 1e3 * np.array(host_s).T
     return {
         "prompt_tokens": case.prompt_tokens,
         "concurrency": case.concurrency,
@@ -86,8 +87,9 @@ def prefill_row(
         "buckets": sorted({tick.bucket for tick in engine.last_ticks}),
         **_rates(batches, prompt_operations(engine.config, case.prompt_tokens), case),
         "ticks": len(engine.last_ticks),
-        "host_ms_per_tick": 1e3 * float(np.median(host_s)),
-        "host_ms_per_tick_max": 1e3 * max(host_s),
+        "host_ms_per_tick": float(np.median(works)),
+        "host_ms_per_tick_max": float(works.max()),
+        "host_wait_ms_per_tick": float(np.median(waits)),
     }
 
 

@@ -67,7 +67,9 @@ class TickRecord:
       chunks: per stage, (index of the request in the batch, first position, tokens), or None where it was idle.
       ring_pass: what went round the ring, "kv" or "q" (see `mesh.pass_choice`).
       rounds: rounds in which KV went round; 0 when queries did.
-      host_s: seconds that the host took to prepare and dispatch it.
+      host_s: seconds that the host worked to prepare and dispatch it, of one core.
+      host_wait_s: seconds that it was kept waiting meanwhile: on CPU, for cores that the devices use, and by XLA, which
+        starts a program on several virtual devices only when the one before is done.
       attention_blocks: products of a query block and a key block per device, int32 `[pp, ring, ulysses]`.
       expert_rounds: rounds of the exchange of expert parallelism, of all layers of a stage together: one for each
         layer while routing is balanced.
@@ -78,6 +80,7 @@ class TickRecord:
     ring_pass: str
     rounds: int
     host_s: float
+    host_wait_s: float
     attention_blocks: NDArray[np.int32]
     expert_rounds: int
 
@@ -411,7 +414,7 @@ class Engine:
     def _dispatch_stages(
         self, stages: list[ChunkWork | None], ids: list[NDArray[np.int32]], scheduler: Scheduler
     ) -> _Dispatched:
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.thread_time()
         longest = max(work.num_tokens for work in stages if work is not None)
         bucket = self.programs.bucket_of(longest)
         finished = stages[-1] if stages[-1] is not None and stages[-1].is_last else None
@@ -425,12 +428,14 @@ class Engine:
         if finished is not None and copies is not None:
             pages, tails = self._copy_kv(*copies)
             scheduler.finish(finished)
+        elapsed, worked = time.perf_counter() - begin, time.thread_time() - worked
         record = TickRecord(
             bucket=bucket,
             chunks=tuple(None if w is None else (w.request, w.start, w.num_tokens) for w in stages),
             ring_pass=ring_pass,
             rounds=rounds,
-            host_s=time.perf_counter() - begin,
+            host_s=worked,
+            host_wait_s=max(elapsed - worked, 0.0),
             attention_blocks=np.zeros(0, np.int32),
             expert_rounds=0,
         )

@@ -117,7 +117,7 @@ def test_rows_of_one_prompt_are_those_of_its_times(monkeypatch: pytest.MonkeyPat
             self.ttft_s = ttft_s
 
     class FakeTick:
-        host_s, bucket = 0.002, 64
+        host_s, host_wait_s, bucket = 0.002, 0.005, 64
 
     class FakeEngine:
         config, chunk_tokens, last_ticks = TINY, 64, (FakeTick(), FakeTick())
@@ -140,7 +140,7 @@ def test_rows_of_one_prompt_are_those_of_its_times(monkeypatch: pytest.MonkeyPat
     assert row["batch_s"] == 3.0
     np.testing.assert_allclose(row["share_of_peak"], (total / 2e9 + total / 8e9) / 2)
     assert (row["ttft_median_s"], row["ttft_p99_s"]) == (0.2, 0.3)
-    assert row["host_ms_per_tick"] == 2.0
+    assert (row["host_ms_per_tick"], row["host_wait_ms_per_tick"]) == (2.0, 5.0)
     assert row["steady"] is False
 
 
