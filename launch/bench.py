@@ -53,9 +53,8 @@ from slope_jax.programs import EXPERT_WEIGHTS, all_reduce_form
 
 Row = dict[str, Any]
 CONTEXT, TENSOR = "context", "tensor"
-_FLAGS_OF_THEIR_OWN = {
-    "checkpoint", "mesh", "expert_weights", "tensor_parallel", "all_reduce", "dtype", "chunk_tokens", "devices"
-}  # fmt: skip
+_FLAGS_OF_THEIR_OWN = {"checkpoint", "mesh", "expert_weights", "tensor_parallel", "all_reduce", "dtype", "chunk_tokens"}
+_NOT_FROM_TEXT = {"devices", "machine"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,10 @@ def check(config: GptOssConfig, settings: Settings, devices: Sequence[jax.Device
         make_mesh(mesh, devices)
         if settings.options.get("expert_parallel"):
             mesh.check_experts(config.num_experts)
+    holds = settings.options.get("kv_cache_tokens")
     for case in settings.cases:
+        if isinstance(holds, int) and case.prompt_tokens > holds:
+            raise ValueError(f"a prompt of {case.prompt_tokens} tokens does not fit into kv_cache_tokens={holds}")
         if case.prompt_tokens > config.max_position:
             raise ValueError(f"a prompt of {case.prompt_tokens} tokens: the model takes at most {config.max_position}")
 
@@ -176,7 +178,8 @@ def load_engine(
 ) -> tuple[Engine, Row]:
     """A warm engine, whose cache holds the largest batch of the cases, and how long it took to start."""
     if not {"kv_cache_tokens", "memory_budget"} & options.keys():
-        options = options | {"kv_cache_tokens": bench_prefill.cache_tokens(cases)}
+        held = bench_prefill.cache_tokens(cases, options["chunk_tokens"], source.config.sliding_window)
+        options = options | {"kv_cache_tokens": held}
     begin = time.perf_counter()
     engine = Engine.load(source, mesh=mesh, expert_weights=expert_weights, **options)
     loaded = time.perf_counter()
@@ -221,7 +224,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
       ValueError: one is not written so, or is not an argument that can be given so.
     """
-    known = inspect.signature(Engine.load).parameters.keys() - _FLAGS_OF_THEIR_OWN
+    known = inspect.signature(Engine.load).parameters.keys() - _FLAGS_OF_THEIR_OWN - _NOT_FROM_TEXT
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -298,6 +301,8 @@ def run() -> int:
     rows: list[Row] = []
     try:
         if values.plot:
+            if not (values.plot.endswith(".png") and pathlib.Path(values.plot).absolute().parent.is_dir()):
+                raise ValueError(f"--plot={values.plot}: not the name of a .png file in a folder that exists")
             try:
                 from slope_jax.launch.bench_plot import plot  # matplotlib is needed for nothing else
             except ImportError as error:

@@ -11,6 +11,7 @@ import numpy as np
 from slope_jax.engine import Engine
 from slope_jax.launch.timing import Timed, timed
 from slope_jax.mesh.axes import MeshShape
+from slope_jax.mesh.layout import prompt_positions
 from slope_jax.model.cost import Operations, prompt_operations
 from slope_jax.result import PrefillResult
 
@@ -54,9 +55,20 @@ CASES = {
 }
 
 
-def cache_tokens(cases: Sequence[PrefillCase]) -> int:
-    """Tokens that a KV cache must hold so that no prompt of a batch waits for its room."""
-    return max(case.prompt_tokens * case.concurrency for case in cases)
+def cache_tokens(cases: Sequence[PrefillCase], chunk_tokens: int, window: int) -> int:
+    """Tokens that a KV cache must hold such that no prompt of a batch waits for room, on any ring rank.
+
+    Args:
+      cases: the batches.
+      chunk_tokens: the longest chunk.
+      window: the sliding window of the model.
+    """
+
+    def held(case: PrefillCase) -> int:
+        positions = prompt_positions(case.prompt_tokens, chunk_tokens, case.mesh.ring, window)
+        return case.mesh.ring * max(len(of_rank) for of_rank in positions) * case.concurrency
+
+    return max(map(held, cases))
 
 
 def prefill_row(

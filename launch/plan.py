@@ -111,6 +111,8 @@ def run(values: flags.FlagValues) -> int:
             if values.save_cluster:
                 _write(pathlib.Path(values.save_cluster), to_toml(calibration.cluster))
             return 0
+        if values.save_cluster:
+            raise ValueError("--save_cluster is of no use without --calibrate")
         tokens = numbers("tokens", values.tokens, int)
         targets = numbers("ttft_slo", values.ttft_slo, float)
         choices = Choices(

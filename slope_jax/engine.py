@@ -67,9 +67,10 @@ class TickRecord:
       chunks: per stage, (index of the request in the batch, first position, tokens), or None where it was idle.
       ring_pass: what went round the ring, "kv" or "q" (see `mesh.pass_choice`).
       rounds: rounds in which KV went round; 0 when queries did.
-      host_s: seconds that the host worked to prepare and dispatch it, of one core.
-      host_wait_s: seconds that it was kept waiting meanwhile: on CPU, for cores that the devices use, and by XLA, which
-        starts a program on several virtual devices only when the one before is done.
+      host_s: seconds that the host worked for it, of one core: to schedule, prepare and dispatch it, and to sample the
+        token and put together the result of the request that it finished.
+      host_wait_s: seconds that the host was kept waiting while it dispatched: on CPU, for cores that the devices use,
+        and by XLA, which starts a program on several virtual devices only when the one before is done.
       attention_blocks: products of a query block and a key block per device, int32 `[pp, ring, ulysses]`.
       expert_rounds: rounds of the exchange of expert parallelism, of all layers of a stage together: one for each
         layer while routing is balanced.
@@ -214,6 +215,8 @@ class Engine:
             _check_positive(name, value)
             if value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, not {value}")
+        if machine is not None and not isinstance(machine, pass_choice.Machine):
+            raise ValueError(f"machine must be a pass_choice.Machine, not {machine!r}")
         if not isinstance(mesh, MeshShape):
             raise ValueError(f"mesh must be a MeshShape, not {type(mesh).__name__}")
         source = weights.open_source(checkpoint)
@@ -389,20 +392,24 @@ class Engine:
         total = scheduler.num_chunks + self.shape.pp - 1
 
         def complete() -> None:
-            tick = in_flight.popleft()
+            tick, begin = in_flight.popleft(), time.thread_time()
             blocks, expert_rounds = np.asarray(tick.work.attention_blocks), np.asarray(tick.work.expert_rounds)
             if tick.finished is not None:
                 index = tick.finished.request
                 results[index] = self._result(requests[index], tick, arrival)
             records.append(
-                dataclasses.replace(tick.record, attention_blocks=blocks, expert_rounds=int(expert_rounds.max()))
+                dataclasses.replace(
+                    tick.record,
+                    attention_blocks=blocks,
+                    expert_rounds=int(expert_rounds.max()),
+                    host_s=tick.record.host_s + time.thread_time() - begin,
+                )
             )
             if on_tick is not None:
                 on_tick(len(records), max(total, len(records)))
 
         while not scheduler.exhausted or any(stages):
-            stages.appendleft(scheduler.next_chunk())
-            in_flight.append(self._dispatch_stages(list(stages), ids, scheduler))
+            in_flight.append(self._dispatch_stages(stages, ids, scheduler))
             stages[-1] = None
             while in_flight and (len(in_flight) > _TICKS_IN_FLIGHT or in_flight[0].is_ready):
                 complete()
@@ -412,9 +419,12 @@ class Engine:
         return [results[i] for i in range(len(requests))]
 
     def _dispatch_stages(
-        self, stages: list[ChunkWork | None], ids: list[NDArray[np.int32]], scheduler: Scheduler
+        self, pipeline: collections.deque[ChunkWork | None], ids: list[NDArray[np.int32]], scheduler: Scheduler
     ) -> _Dispatched:
+        """Moves all chunks one stage on and dispatches the tick."""
         begin, worked = time.perf_counter(), time.thread_time()
+        pipeline.appendleft(scheduler.next_chunk())
+        stages = list(pipeline)
         longest = max(work.num_tokens for work in stages if work is not None)
         bucket = self.programs.bucket_of(longest)
         finished = stages[-1] if stages[-1] is not None and stages[-1].is_last else None

@@ -33,7 +33,7 @@ class MemoryReport:
         results, inputs and outputs.
       hand_off: copies of finished prompts' KV on their way to the host, at the most.
       concurrent_tokens: tokens that the KV cache holds at once: of one prompt, as far as the model allows one as long,
-        or of several.
+        or of several, which together hold fewer, since each fills whole pages on every ring rank.
       budget: what all of it must fit into; None when no budget was given.
     """
 
@@ -150,8 +150,8 @@ def fit_cache(
     """The engine with the largest KV cache that fits into a budget.
 
     What programs need is known only when they are compiled. They are compiled for a cache of one chunk, which tells
-    what is left for the cache, and for a cache of that size, which is made smaller if they need more then. A cache
-    below one chunk has smaller programs, so there it begins with one token.
+    what is left for the cache, and for a cache of that size; if they need more then, it is made smaller, and if they
+    need less, larger. A cache below one chunk has smaller programs, so there it begins with one token.
 
     Args:
       make: makes an engine for a number of cached tokens.
@@ -185,9 +185,11 @@ def fit_cache(
     while (tokens := _largest(make, room, least, limit)) > least:
         engine = make(tokens)
         report = engine.memory()
+        room = budget - report.total + engine.cache_bytes()
         if report.total <= budget:
-            return engine
-        room, limit = budget - report.total + engine.cache_bytes(), tokens
+            fitting, least = engine, tokens
+        else:
+            limit = tokens
     return fitting
 
 

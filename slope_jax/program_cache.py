@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 import slope_jax
 
 _log = logging.getLogger(__name__)
+_HEAD = hashlib.sha256().digest_size
 
 
 def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_from: Sequence[Any]) -> Any:
@@ -46,9 +47,11 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_fr
     path = folder / f"slope_jax-{key}.pickle"
     if path.exists():
         try:
-            found_key, (executable, in_tree, out_tree) = pickle.loads(path.read_bytes())
-            if found_key != key:
-                raise ValueError("it holds another program")
+            content = path.read_bytes()
+            head, body = content[:_HEAD], content[_HEAD:]
+            if head != _head(key, body):  # to be seen before anything of it runs
+                raise ValueError("it is damaged, or holds another program")
+            executable, in_tree, out_tree = pickle.loads(body)
             return serialize_executable.deserialize_and_load(
                 executable, in_tree, out_tree, execution_devices=list(mesh.devices.flat)
             )
@@ -59,7 +62,8 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: Mesh, made_fr
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(pickle.dumps((key, serialize_executable.serialize(program))))
+        body = pickle.dumps(serialize_executable.serialize(program))
+        part.write_bytes(_head(key, body) + body)
         part.replace(path)
     except (OSError, ValueError, RuntimeError) as error:
         _log.warning("%s could not be kept: %r", path, error)
@@ -96,6 +100,10 @@ def shapes_of(arrays: Any) -> list[str]:
     """The names, shapes, types and partitions of a tree of arrays, for `made_from`."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     return [f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}" for path, leaf in leaves]
+
+
+def _head(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + body).digest()
 
 
 def _key(mesh: Mesh, made_from: Sequence[Any]) -> str:

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+_FIRST_SORTED, _GROWTH = 1024, 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -39,18 +41,26 @@ def sample_token(
     values = _check_logits(logits)
     if temperature == 0:
         return int(np.argmax(values))
-    # Sorting logits, which are exact, and not probabilities keeps the order independent of the exp of the platform.
-    order = np.argsort(-values, kind="stable")
-    if top_k:
-        order = order[:top_k]
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the greatest to -inf
-        weights = np.exp((values[order] - values[order[0]]) / temperature)
-    cumulative = np.cumsum(weights)
+        weights = np.exp((values - values.max()) / temperature)
+    uniform = np.random.Generator(np.random.Philox(key=seed)).random()
+    # Sorting logits, which are exact, and not probabilities keeps the order independent of the exp of the platform. Few
+    # tokens have most of the probability, as a rule, so that no more of them are sorted than are needed.
+    most = min(top_k or values.size, values.size)
+    count = most if top_k else min(_FIRST_SORTED, values.size)
+    order = _greatest(values, count)
+    total = weights[order].sum() if top_k else weights.sum()
+    needed = total * (top_p if top_p < 1 else uniform)
+    cumulative = np.cumsum(weights[order])
+    while count < most and cumulative[-1] <= needed:
+        count = min(_GROWTH * count, most)
+        order = _greatest(values, count)
+        cumulative = np.cumsum(weights[order])
     if top_p < 1:
-        kept = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+        kept = int(np.searchsorted(cumulative, needed, side="left")) + 1
         order, cumulative = order[:kept], cumulative[:kept]
-    drawn = np.random.Generator(np.random.Philox(key=seed)).random() * cumulative[-1]
-    index = min(int(np.searchsorted(cumulative, drawn, side="right")), len(order) - 1)
+        total = cumulative[-1]
+    index = min(int(np.searchsorted(cumulative, uniform * total, side="right")), len(order) - 1)
     return int(order[index])
 
 
@@ -68,8 +78,17 @@ def top_logprobs(logits: NDArray[np.float32], n: int) -> list[TokenLogprob]:
       ValueError: the logits are not one finite vector.
     """
     logprobs = log_probabilities(logits)
-    order = np.argsort(-np.asarray(logits), kind="stable")[:n]
+    order = _greatest(np.asarray(logits), n)
     return [TokenLogprob(int(i), float(logprobs[i])) for i in order]
+
+
+def _greatest(values: NDArray[np.floating], n: int) -> NDArray[np.intp]:
+    """Where the `n` greatest values are, the greatest first, the lowest index first on ties."""
+    if n >= values.size:
+        return np.argsort(-values, kind="stable")
+    least = np.partition(values, values.size - n)[values.size - n]
+    among = np.flatnonzero(values >= least)
+    return among[np.argsort(-values[among], kind="stable")][:n]
 
 
 def _check_logits(logits: NDArray[np.float32]) -> NDArray[np.float64]:

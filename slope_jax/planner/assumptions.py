@@ -42,7 +42,7 @@ def assumptions(config: GptOssConfig, cluster: Cluster, prediction: Prediction) 
     """The quantities on which a prediction depends, those that move it most first."""
     layout, num_tokens = prediction.layout, prediction.num_tokens
     found = []
-    for name, at in _places(config, prediction, cluster.devices_per_node).items():
+    for name, at in places(config, prediction, cluster.devices_per_node).items():
         low, high = (cluster.moved(name, bound) for bound in (LOW, HIGH))
         times = [
             predict(config, moved, layout, num_tokens, ring_pass=prediction.ring_pass or "auto").ttft_s
@@ -71,7 +71,7 @@ def hangs_on(found: tuple[Assumption, ...], ttft_s: float, least: float = 0.02) 
     return tuple(a for a in found if a.reading.status == ASSUMED and a.moves(ttft_s) > least)
 
 
-def _places(config: GptOssConfig, prediction: Prediction, devices_per_node: int) -> dict[str, float]:
+def places(config: GptOssConfig, prediction: Prediction, devices_per_node: int) -> dict[str, float]:
     """Where on its curve each quantity is used: by a chunk of the mean length, at the end of the prompt."""
     layout = prediction.layout
     shape, chunk = layout.shape, prediction.num_tokens / prediction.chunks
@@ -81,12 +81,13 @@ def _places(config: GptOssConfig, prediction: Prediction, devices_per_node: int)
     places = {
         "dense": rows,
         "experts": rows * config.experts_per_token / experts,
+        "window_attention": float(config.sliding_window),
         "full_attention": float(prediction.num_tokens),
         "all_to_all": inside,
         "all_reduce": inside,
     }
     names = [
-        "window_attention", "memory", "expert_overlap", "unpacking", "ring_exposed", "routing_imbalance", "permute",
+        "memory", "expert_overlap", "unpacking", "ring_exposed", "routing_imbalance", "permute",
         "between_nodes", "collective", "ring_step", "launch", "launches", "host", "engine",
     ]  # fmt: skip
     if FULL not in config.layer_types:

@@ -37,6 +37,8 @@ _LIMITS = {
 }
 _SOLVED = {"experts": (1e-3, 1.0), "unpacking": (1e-3, 1e3)}  # where to look for the quantities of experts
 _SOURCE = "the engine's benchmark"
+_NUMBERS = {"seconds", "ttft_median_s", "peak_tflop_per_s", "share_of_peak", "gbyte_per_s", "tokens", "prompt_tokens",
+            "chunk_tokens", "devices"}  # fmt: skip
 _STEPS = 60  # of a bisection
 _ROUNDS = 4
 
@@ -85,7 +87,7 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     Raises:
       ValueError: lines are missing or are of several models, or there are too few prefills to fit to.
     """
-    rows = [row for row in rows if row.get("parallelism", "context") == "context"]
+    rows = [row for row in map(_checked, rows) if row.get("parallelism", "context") == "context"]
     prefills = [row for row in rows if row["kind"] == "prefill" and row["concurrency"] == 1]
     if not prefills:
         raise ValueError("there is no line of kind prefill with a single prompt at once")
@@ -94,8 +96,8 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     operations = [row for row in rows if row["kind"] == "operation" and row.get("steady", True)]
     peak = float(np.median([row["peak_tflop_per_s"] for row in (*prefills, *operations)])) * 1e12
     cluster = dataclasses.replace(cluster, matmul_flops=peak)
-    alone = [_sample(config, row, peak, fit_up_to) for row in _in_order(prefills) if row["devices"] == 1]
-    several = [_sample(config, row, peak, fit_up_to) for row in _in_order(prefills) if row["devices"] > 1]
+    alone = _samples(config, [row for row in prefills if row["devices"] == 1], peak, fit_up_to)
+    several = _samples(config, [row for row in prefills if row["devices"] > 1], peak, fit_up_to)
     known = sum(sample.is_fitted for sample in alone)
     if not known:
         raise ValueError(f"there is no steady prefill on one device of at most {fit_up_to} tokens to fit to")
@@ -103,13 +105,20 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     found, curves = cluster.replace(**exchanges), exchanges
     for _ in range(_ROUNDS):  # the share of the experts follows from their time only once the bandwidth is known
         curves = exchanges | measured_curves(config, found, [row for row in operations if row["devices"] == 1])
-        found = fit(cluster.replace(**curves), dict(list(_ONE_DEVICE.items())[:known]), alone, limits=_LIMITS).cluster
+        groups = dict(list(_ONE_DEVICE.items())[:known])
+        found = fit(cluster.replace(**curves), groups, alone, limits=_LIMITS).cluster
+    left_out = fit(cluster.replace(**curves), groups, alone, limits=_LIMITS, leave_out=True).left_out
     if known := sum(sample.is_fitted for sample in several):
-        found = fit(found, dict(list(_SEVERAL.items())[:known]), several, limits=_LIMITS).cluster
+        groups = dict(list(_SEVERAL.items())[:known])
+        together = fit(found, groups, several, limits=_LIMITS, leave_out=True)
+        found, left_out = together.cluster, left_out | together.left_out
     return Calibration(
         cluster=found,
         operations=tuple(error for curve in curves.values() for error in _errors(curve)),
-        prefills=fit(found, {}, [*alone, *several]),
+        prefills=dataclasses.replace(
+            fit(found, {}, [*alone, *several]),
+            left_out=left_out,
+        ),
     )
 
 
@@ -127,7 +136,7 @@ def measured_curves(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row])
         if name == "full_attention":
             add(f"full_attention/{config.head_dim}", tokens, row["share_of_peak"])
         elif name == "window_attention":
-            add(name, None, row["share_of_peak"])
+            add(name, config.sliding_window, row["share_of_peak"])
         elif name == "experts":
             share = _solved(config, cluster, tokens, "bfloat16", name, seconds)
             add(name, tokens * config.experts_per_token / config.num_experts, share)
@@ -208,12 +217,35 @@ def _sample(config: GptOssConfig, row: Row, peak: float, fit_up_to: int) -> Samp
     )
 
 
+def _samples(config: GptOssConfig, rows: Iterable[Row], peak: float, fit_up_to: int) -> list[Sample]:
+    """The samples of prefills, in order; of those with the same name, the later ones are numbered."""
+    seen: dict[str, int] = {}
+    samples = []
+    for row in sorted(rows, key=lambda r: (r["devices"], r["mesh"], r["expert_weights"], r["prompt_tokens"])):
+        sample = _sample(config, row, peak, fit_up_to)
+        seen[sample.name] = seen.get(sample.name, 0) + 1
+        number = f" ({seen[sample.name]})" if seen[sample.name] > 1 else ""
+        samples.append(dataclasses.replace(sample, name=sample.name + number))
+    return samples
+
+
+def _checked(row: Row) -> Row:
+    """A line whose numbers can be used.
+
+    Raises:
+      ValueError: one of them is not a positive number.
+    """
+    for name in _NUMBERS & row.keys():
+        value = row[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if name in ("share_of_peak", "gbyte_per_s", "tokens") and value in (0, None):
+                continue  # of operations that do not have it
+            raise ValueError(f"a line of kind {row['kind']}: {name} must be a positive number, not {value!r}")
+    return row
+
+
 def _ttft(config: GptOssConfig, layout: Layout, num_tokens: int, cluster: Cluster) -> float:
     return predict(config, cluster, layout, num_tokens).ttft_s
-
-
-def _in_order(rows: Iterable[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: (row["devices"], row["mesh"], row["expert_weights"], row["prompt_tokens"]))
 
 
 def _errors(curve: Curve) -> list[OperationError]:

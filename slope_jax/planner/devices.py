@@ -28,7 +28,7 @@ QUANTITIES: dict[str, tuple[str | None, str]] = {
     "dense": ("rows", "share"),
     "experts": ("rows_per_expert", "share"),
     "full_attention": ("keys", "share"),
-    "window_attention": (None, "share"),
+    "window_attention": ("window", "share"),
     "memory": (None, "share"),
     "expert_overlap": (None, "share"),
     "unpacking": (None, "passes"),
@@ -51,7 +51,7 @@ MEANINGS = {
     "dense": "share of the matmul peak in projections, router and unembedding",
     "experts": "share of the matmul peak in the experts' products, tile padding counted as work",
     "full_attention": "share of the matmul peak in full attention, by twice the mean number of keys of a query",
-    "window_attention": "share of the matmul peak in window attention",
+    "window_attention": "share of the matmul peak in window attention, by the length of the window",
     "memory": "share of the memory bandwidth that is reached",
     "expert_overlap": "share of the shorter of weight streaming and products that is not hidden by the longer",
     "unpacking": "times that the bfloat16 form of packed experts goes through memory in a tick",
@@ -72,6 +72,7 @@ MEANINGS = {
 }
 _FROM_LINKS = {"all_to_all", "all_reduce", "permute"}  # which follow from the links where they are not given
 _OPTIONAL = {*_FROM_LINKS, "sharing"}
+_RATES = {"dense", "experts", "full_attention", "window_attention", "memory", "between_nodes", *_FROM_LINKS}
 _DEVICE = {"name": str, "matmul_flops": float, "memory_bytes": int, "memory_bandwidth": float, "source": str}
 _NODE = {"devices": int, "network_cards": int, "network_bandwidth": float, "source": str}
 
@@ -305,4 +306,7 @@ def _read_quantities(raw: Any) -> dict[str, Curve]:
             by_dim.setdefault(row["head_dim"], []).append({k: v for k, v in row.items() if k != "head_dim"})
         for dim, of_dim in by_dim.items():
             curves[f"{name}/{dim}"] = read_curve(f"{name}/{dim}", of_dim, place, unit)
+    for name, curve in curves.items():
+        if name.split("/")[0] in _RATES and not all(point.low > 0 for point in curve.points):
+            raise ValueError(f"{name}: a rate must be positive, and so must the least that it may be")
     return curves

@@ -10,7 +10,7 @@ from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.layout import Layout, Memory, memory
 from slope_jax.planner.operations import PARTS, OperationTimes, Times, ring_machine
-from slope_jax.planner.schedule import Schedule, Scheduler
+from slope_jax.planner.schedule import Schedule, scheduler
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +87,19 @@ def predict(
 ) -> Prediction:
     """Predicts what a layout that fits does with prompts of `num_tokens` tokens (see `layout.refusal`)."""
     machine = ring_machine(config, cluster, layout, num_tokens) if ring_pass == pass_choice.AUTO else None
-    scheduler = Scheduler(config, layout, num_tokens, ring_pass, machine)
+    ticks = scheduler(config, layout.shape, layout.dtype, layout.chunk_tokens, num_tokens, ring_pass, machine)
     operations = OperationTimes(config, cluster, layout)
-    alone = scheduler.alone()
+    alone = ticks.alone
     times = operations(alone)
-    period = float(operations(scheduler.steady()).ticks().sum()) if layout.shape.pp > 1 else float(times.ticks().sum())
+    period = float(operations(ticks.steady).ticks().sum()) if layout.shape.pp > 1 else float(times.ticks().sum())
     found = describe(times, alone)
-    # The next prompt enters while the one before drains.
+    # The next prompt enters while the one before drains, if there is room for both.
     prompts = 1 if layout.shape.pp == 1 else math.ceil(found.ttft_s / period)
+    needed = memory(config, layout, cluster, num_tokens, prompts)
+    if needed.prompts < prompts:
+        prompts = max(needed.prompts, 1)
+        period = max(period, found.ttft_s / prompts)
+        needed = memory(config, layout, cluster, num_tokens, prompts)
     return Prediction(
         layout=layout,
         replicas=replicas,
@@ -108,7 +113,7 @@ def predict(
         chunks=len(alone.chunks.length),
         ticks=alone.inside.shape[1],
         ring_pass=alone.ring_pass if layout.shape.ring > 1 else "",
-        memory=memory(config, layout, cluster, num_tokens, prompts),
+        memory=needed,
     )
 
 

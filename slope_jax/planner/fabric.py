@@ -11,6 +11,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from slope_jax.mesh.axes import PP, RING, ULYSSES, MeshShape
 from slope_jax.planner.devices import Cluster
 
@@ -87,7 +89,7 @@ class Fabric:
     def _collective(self, operation: str, size: int, stride: int) -> tuple[float, tuple[str, ...]]:
         """An all-to-all, or a reduction or a gathering by rings."""
         cluster = self._cluster
-        inside = max(min(size, cluster.devices_per_node // stride), 1)  # devices of a group in one node
+        inside = self._inside(size, stride)
         name = "all_to_all" if operation == "all_to_all" else "all_reduce"
         found: list[tuple[float, tuple[str, ...]]] = []
         if inside > 1:
@@ -112,6 +114,13 @@ class Fabric:
                 )
             found.append((bandwidth / share, ("between_nodes",)))
         return min(found) if found else (math.inf, ())
+
+    def _inside(self, size: int, stride: int) -> int:
+        """Devices of a group in one node: those of the group and the node where they are fewest, which wait longest."""
+        device = np.arange(self._devices)
+        first = device - device // stride % size * stride
+        groups = np.stack([first, device // self._cluster.devices_per_node])
+        return int(np.unique(groups, axis=1, return_counts=True)[1].min())
 
     def _network_share(self, devices: int) -> float:
         """Bytes per second of each of several devices of a node that send to other nodes at once."""

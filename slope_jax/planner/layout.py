@@ -14,6 +14,7 @@ from slope_jax.model.config import GptOssConfig
 from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tensor_split import TensorSplit
 from slope_jax.planner.devices import Cluster
+from slope_jax.planner.quantity import LOW
 from slope_jax.programs import DTYPES
 
 # Values of the ulysses axis: what its ranks do with a layer.
@@ -163,5 +164,8 @@ def refusal(config: GptOssConfig, layout: Layout, cluster: Cluster, num_tokens: 
                 ("reserve", needed.reserve),
             )
         )
-        return f"needs {needed.total / 1e9:.1f} GB of the {needed.capacity / 1e9:.1f} GB of a device ({parts})"
+        share = cluster.curve("memory_reserve").moved(LOW)()
+        least = needed.total - needed.reserve + int(share * needed.capacity)
+        fits = f"; it would with the least reserve that is assumed, {share:.0%}" if least <= needed.capacity else ""
+        return f"needs {needed.total / 1e9:.1f} GB of the {needed.capacity / 1e9:.1f} GB of a device ({parts}){fits}"
     return None

@@ -19,7 +19,15 @@ from slope_jax.programs import EXPERT_WEIGHTS
 _NO_WINDOW = 128  # of a model without window layers, where it has no influence
 # Which would need counts of their own.
 _REFUSED = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
-            "mlp_only_layers", "linear_num_value_heads")  # fmt: skip
+            "mlp_only_layers", "linear_num_value_heads", "moe_layer_frequency", "moe_layer_freq")  # fmt: skip
+# Steps at which layers with experts are found among the others; 1 where all have them.
+_STEPS = ("decoder_sparse_step", "interleave_moe_layer_step")
+_ALL_WINDOW = (
+    "mistral",
+    "mixtral",
+    "phi3",
+    "starcoder2",
+)  # with one, it is in all layers
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -70,8 +78,7 @@ def sizes_of(raw: Mapping[str, Any]) -> GptOssConfig:
     """
     raw = raw.get("text_config", raw)
     unknown = [key for key in _REFUSED if raw.get(key)]
-    if raw.get("decoder_sparse_step", 1) != 1:
-        unknown.append("decoder_sparse_step")
+    unknown += [key for key in _STEPS if raw.get(key, 1) != 1]
     if unknown:
         raise ValueError(f"there are no counts for a model with {', '.join(unknown)}")
     experts = next((_size(raw, key) for key in _EXPERTS if raw.get(key)), 1)
@@ -79,7 +86,7 @@ def sizes_of(raw: Mapping[str, Any]) -> GptOssConfig:
     inner = "moe_intermediate_size" if raw.get("moe_intermediate_size") else "intermediate_size"
     layers = _size(raw, "num_hidden_layers")
     window = _size(raw, "sliding_window", _NO_WINDOW) if _has_window(raw) else None
-    kinds = raw.get("layer_types") or [SLIDING if window else FULL] * layers
+    kinds = raw.get("layer_types") or _layer_types(raw, layers)
     if not isinstance(kinds, list) or set(kinds) - {SLIDING, FULL}:
         raise ValueError(f"layer_types must list {SLIDING} and {FULL}, not {kinds!r}")
     if len(kinds) != layers:
@@ -101,6 +108,18 @@ def sizes_of(raw: Mapping[str, Any]) -> GptOssConfig:
         swiglu_limit=1.0,
         rope=RopeConfig(theta=1e4, factor=1.0, original_max_position=4096),
     )
+
+
+def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
+    """Which layers have a window, of a model that does not list them."""
+    if not _has_window(raw):
+        return [FULL] * layers
+    if raw.get("sliding_window_pattern") is not None:  # every so many layers, one has none
+        pattern = _size(raw, "sliding_window_pattern")
+        return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(layers)]
+    if raw.get("model_type") not in _ALL_WINDOW:
+        raise ValueError(f"which layers have the sliding_window of {raw['sliding_window']}? layer_types does not say")
+    return [SLIDING] * layers
 
 
 def _has_window(raw: Mapping[str, Any]) -> bool:

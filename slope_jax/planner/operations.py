@@ -188,7 +188,8 @@ class OperationTimes:
         per_expert = pairs / experts
         tile = int(min(max(1 << int(np.log2(max(per_expert, 1))), _TILES[0]), _TILES[1]))
         rows = kernel_cost.grouped_rows(pairs, experts, tile)
-        share = self._quantity("experts", per_expert)
+        # A dense model is one expert, whose product is like any other.
+        share = self._quantity("experts", per_expert) if c.num_experts > 1 else self._quantity("dense", pairs)
         operations = self._token.experts / c.experts_per_token  # of a pair
         compute = rows * operations / (self._cluster.matmul_flops * share)
         used = kernel_cost.used_experts(pairs, experts)
@@ -205,7 +206,7 @@ class OperationTimes:
         share = self._cluster.attention(self._config.head_dim)(2 * start + length)
         return (
             full.full_attention / (rate * share),
-            sliding.window_attention / (rate * self._quantity("window_attention")),
+            sliding.window_attention / (rate * self._quantity("window_attention", self._config.sliding_window)),
         )
 
     def _collectives(self, bucket: int, ring_block: int, ring_pass: str) -> list[tuple[str, Collective, float]]:

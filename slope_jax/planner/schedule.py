@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from slope_jax import audit_work
 from slope_jax.audit_work import Tick
 from slope_jax.mesh import pass_choice
+from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.layout import active_ranks, length_buckets, plan_chunks, zigzag
 from slope_jax.model.config import GptOssConfig
-from slope_jax.planner.layout import EXPERT, Layout, stages_of
+from slope_jax.planner.layout import stages_of
 from slope_jax.programs import TickPrograms
 
 _PAGE, _BLOCK_KV = 64, 512  # what `Engine.load` takes when nothing else is asked for
@@ -76,11 +77,13 @@ def chunks_of(num_tokens: int, chunk_tokens: int, ring: int, window: int) -> Chu
 
 
 class Scheduler:
-    """The ticks of a layout for prompts of one length.
+    """The ticks of a mesh for prompts of one length.
 
     Args:
       config: the model.
-      layout: how it is run.
+      shape: the mesh.
+      dtype: of the model.
+      chunk_tokens: the longest chunk.
       num_tokens: tokens of each prompt.
       ring_pass: what goes round the ring, see `mesh.pass_choice`.
       machine: the speed of the devices of a ring, by which the engine chooses what goes round.
@@ -89,23 +92,25 @@ class Scheduler:
     def __init__(
         self,
         config: GptOssConfig,
-        layout: Layout,
+        shape: MeshShape,
+        dtype: str,
+        chunk_tokens: int,
         num_tokens: int,
         ring_pass: str = pass_choice.AUTO,
         machine: pass_choice.Machine | None = None,
     ):
-        chunk_tokens = min(layout.chunk_tokens, num_tokens)
-        self.chunks = chunks_of(num_tokens, chunk_tokens, layout.shape.ring, config.sliding_window)
-        # Of the cache only the page has a part in the ticks, and the size of a large one takes long to compute.
+        chunk_tokens = min(chunk_tokens, num_tokens)
+        self.chunks = chunks_of(num_tokens, chunk_tokens, shape.ring, config.sliding_window)
+        # Of the cache only the page has a part in the ticks, and the size of a large one takes long to compute. How
+        # weights are stored and divided has none.
         small = min(chunk_tokens, _PAGE)
         programs = TickPrograms.of(
             config,
-            stages_of(config.layer_types, layout.shape.pp),
-            layout.shape,
-            dtype=layout.dtype,
-            packed_experts=layout.expert_weights == "mxfp4",
-            expert_parallel=layout.split == EXPERT,
-            all_reduce=layout.all_reduce,
+            stages_of(config.layer_types, shape.pp),
+            shape,
+            dtype=dtype,
+            packed_experts=False,
+            expert_parallel=False,
             chunk_tokens=small,
             kv_cache_tokens=small,
             block_q=None,
@@ -114,13 +119,15 @@ class Scheduler:
             ring_pass=ring_pass,
             machine=machine,
         )
-        buckets = length_buckets(chunk_tokens, layout.shape, config.sliding_window)
+        buckets = length_buckets(chunk_tokens, shape, config.sliding_window)
         self.programs = dataclasses.replace(programs, chunk_tokens=chunk_tokens, buckets=buckets)
 
+    @functools.cached_property
     def alone(self) -> Schedule:
         """The ticks of one prompt that is alone in the pipeline."""
         return self._schedule(audit_work.chunks_in_stages(len(self.chunks.length), self.programs.shape.pp))
 
+    @functools.cached_property
     def steady(self) -> Schedule:
         """The ticks in which one prompt enters, in a pipeline that is full of prompts."""
         count = len(self.chunks.length)
@@ -146,6 +153,9 @@ class Scheduler:
             ring_block=np.array([blocks[tick.bucket] for tick in ticks]),
             ring_pass=pass_choice.Q if 2 * queries > len(ticks) else pass_choice.KV,
         )
+
+
+scheduler = functools.lru_cache(maxsize=4096)(Scheduler)  # many layouts differ in nothing that has a part in the ticks
 
 
 def one_pass(num_tokens: int, cached: int, ring: int, ring_pass: str = pass_choice.KV) -> Schedule:

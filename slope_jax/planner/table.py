@@ -8,6 +8,7 @@ from typing import Any
 
 from slope_jax.planner.assumptions import Assumption, hangs_on
 from slope_jax.planner.calibrate import Calibration
+from slope_jax.planner.devices import QUANTITIES
 from slope_jax.planner.evaluate import Prediction
 from slope_jax.planner.operations import PARTS
 from slope_jax.planner.search import MODEL_ERROR, Answer, Plan
@@ -123,9 +124,9 @@ def format_assumptions(found: tuple[Assumption, ...], prediction: Prediction) ->
     rows = [
         (
             a.name.replace("_", " "),
-            _number(a.reading.value),
+            _number(a.name, a.reading.value),
             a.reading.status,
-            f"{_number(a.low)} to {_number(a.high)}",
+            f"{_number(a.name, a.low)} to {_number(a.name, a.high)}",
             f"{a.ttft_low_s:.2f} to {a.ttft_high_s:.2f}",
         )
         for a in found[:_ASSUMPTIONS]
@@ -140,7 +141,7 @@ def format_requirements(found: Sequence[Requirement], answer: Answer) -> str:
     """What would have to be true for the target."""
     rows = []
     for r in found:
-        values = ", ".join(f"{name.replace('_', ' ')} {_number(v)}" for name, v in r.values.items())
+        values = ", ".join(f"{name.replace('_', ' ')} {_number(name, v)}" for name, v in r.values.items())
         rows.append(
             (
                 r.change,
@@ -159,20 +160,25 @@ def format_calibration(found: Calibration) -> str:
         (
             e.operation,
             "-" if not e.at else f"{e.at:g}",
-            _number(e.value),
+            _number(e.operation, e.value),
             "-" if e.left_out is None else f"{e.left_out:+.1%}",
         )
         for e in found.operations
     ]
     prefills = [
-        (name, "fitted" if name in found.prefills.fitted else "test", f"{error:+.1%}")
+        (
+            name,
+            "fitted" if name in found.prefills.fitted else "test",
+            f"{error:+.1%}",
+            f"{found.prefills.left_out[name]:+.1%}" if name in found.prefills.left_out else "-",
+        )
         for name, error in found.prefills.errors.items()
     ]
     heads = ("operation", "at", "measured", "from the other points")
     return "\n\n".join(
         [
             table(heads, points, {"operation"}),
-            table(("prefill", "used as", "predicted over measured"), prefills, {"prefill", "used as"}),
+            table(("prefill", "used as", "predicted over measured", "when left out"), prefills, {"prefill", "used as"}),
         ]
     )
 
@@ -234,13 +240,14 @@ def _row(p: Prediction, target_s: float | None, mark: str) -> tuple[str, ...]:
     )
 
 
-def _number(value: float) -> str:
-    """A share, a factor, a time or a rate with three digits; what is below a hundredth is a time."""
-    if value >= 1e6:
+def _number(name: str, value: float) -> str:
+    """The value of a quantity with three digits, in its unit."""
+    unit = "bytes_per_s" if name == "network" else QUANTITIES[name.split("/")[0]][1]
+    if unit == "bytes_per_s":
         return f"{value / 1e9:.3g} GB/s"
-    if 0 < value < 1e-3:
-        return f"{value * 1e6:.3g} us"
-    return f"{value * 1e3:.3g} ms" if 0 < value < 1e-2 else f"{value:.3g}"
+    if unit == "seconds" and value:
+        return f"{value * 1e6:.3g} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
+    return f"{value:.3g}"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: set[str]) -> str:

@@ -78,11 +78,11 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
     machine = tmp_path / "machine.toml"
     common_flags = ["--config=mini", "--nodes=1"]
     text = _run("--cluster=cpu", *common_flags, f"--calibrate={tmp_path / 'bench.jsonl'}", f"--save_cluster={machine}")
-    assert [line.split()[-2] for line in text.splitlines()[-3:]] == ["fitted", "fitted", "test"]
+    assert [line.split()[-3] for line in text.splitlines()[-3:]] == ["fitted", "fitted", "test"]
     explained = _run(f"--cluster={machine}", *common_flags, "--explain=1,1,1", "--tokens=4096")
     assert "== 1x1x1, 4,096 tokens ==" in explained
     ttft = float(next(line for line in explained.splitlines() if line.startswith("together")).split()[-1])
-    error = next(line.split()[-1] for line in text.splitlines() if line.startswith("1x1x1, bfloat16, 4096 tokens"))
+    error = next(line.split()[-2] for line in text.splitlines() if line.startswith("1x1x1, bfloat16, 4096 tokens"))
     assert ttft == pytest.approx(4096 / 800 * 1e3 * (1 + float(error.rstrip("%")) / 100), rel=0.05)
 
 
@@ -104,6 +104,7 @@ def test_a_calibrated_machine_is_kept(tmp_path: pathlib.Path) -> None:
         (["--splits="], "--splits=: it lists one or more of"),
         (["--expert_weights=int4"], "--expert_weights=int4: it lists one or more of bfloat16, mxfp4"),
         (["--explain=2,2,8", "--format=json"], "--explain prints a table, and goes neither with --solve"),
+        (["--save_cluster=mine.toml"], "--save_cluster is of no use without --calibrate"),
         (["--calibrate=missing.jsonl", "--config=mini"], "missing.jsonl: cannot be read"),
     ],
 )
@@ -131,6 +132,11 @@ def test_an_error_ends_the_program_without_a_traceback() -> None:
     ("line", "message"),
     [
         ('{"kind": "prefill", "model": "mini"}', "a line has no 'concurrency'"),
+        (
+            '{"kind": "prefill", "model": "mini", "ttft_median_s": null}',
+            "ttft_median_s must be a positive number, not None",
+        ),
+        ('{"kind": "prefill", "model": "mini", "peak_tflop_per_s": 0}', "peak_tflop_per_s must be a positive number"),
         ('{"kind": "prefill", "model": "tiny"}', "the lines are of tiny, but --config=mini"),
     ],
 )

@@ -93,7 +93,7 @@ def test_everything_that_a_program_depends_on_counts(folder: pathlib.Path, monke
     assert program_cache._source_hash() == program_cache._source_hash()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle", "half", "another program"])
+@pytest.mark.parametrize("content", [b"", b"not a pickle", "half", "a changed bit", "another program"])
 def test_a_damaged_file_is_compiled_again(
     folder: pathlib.Path, caplog: pytest.LogCaptureFixture, content: bytes | str
 ) -> None:
@@ -103,6 +103,8 @@ def test_a_damaged_file_is_compiled_again(
     if content == "another program":
         compiled(3)
         content = next(other for other in kept(folder) if other != file).read_bytes()
+    if content == "a changed bit":  # in the middle, where the machine code is
+        content = good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :]
     file.write_bytes(good[: len(good) // 2] if isinstance(content, str) else content)
     with caplog.at_level(logging.WARNING):
         np.testing.assert_array_equal(run(compiled()), [0, 2, 4, 6])

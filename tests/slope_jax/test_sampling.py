@@ -86,3 +86,25 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
 def test_logits_must_be_one_vector() -> None:
     with pytest.raises(ValueError, match=r"not of shape \(1, 3\)"):
         top_logprobs(np.zeros((1, 3), np.float32), 1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_large_vocabularies_are_cut_as_if_all_of_them_were_sorted(temperature: float) -> None:
+    """With ties at the cut, and with more tokens in the set than are sorted at first."""
+    random = np.random.default_rng(0)
+    logits = np.round(random.normal(0, 2, 20_000), 1).astype(np.float32)
+    order = np.argsort(-logits.astype(np.float64), kind="stable")
+    assert [t.token_id for t in top_logprobs(logits, 50)] == order[:50].tolist()
+    for top_k in (1, 7, 3000, 20_000):
+        cut = order[:top_k]
+        weights = np.exp((logits[cut].astype(np.float64) - logits.max()) / temperature)
+        for top_p in (0.1, 0.9, 0.99, 1.0):
+            cumulative = np.cumsum(weights)
+            kept = cut[: np.searchsorted(cumulative, top_p * cumulative[-1] * (1 - 1e-12)) + 1]
+            drawn = {sample_token(logits, temperature, top_p, top_k, seed) for seed in range(20)}
+            assert drawn <= set(kept.tolist())
+            uniform = np.random.Generator(np.random.Philox(key=3)).random()
+            expected = kept[np.searchsorted(cumulative[: len(kept)], uniform * cumulative[len(kept) - 1])]
+            assert sample_token(logits, temperature, top_p, top_k, seed=3) == expected
+    without_k = {sample_token(logits, temperature, 0.9, 0, seed) for seed in range(20)}
+    assert without_k == {sample_token(logits, temperature, 0.9, 20_000, seed) for seed in range(20)}

@@ -60,6 +60,8 @@ def test_what_is_written_is_read_back(tmp_path: pathlib.Path) -> None:
         ("share = 0.78", "share = 0.98", "memory, point 1: 0 <= low"),
         ("head_dim = 64\n", "", "every point needs a head_dim"),
         ("[0,     200e9,", "[0,     100e9,", "symmetric"),
+        ("low = 0.07\n", "low = 0\n", "dense: a rate must be positive"),
+        ("bytes_per_s = 41e9\nlow = 35e9\n", "bytes_per_s = 0\nlow = 0\n", "permute: a rate must be positive"),
         ("[device]", "[devices]", "devices is not known"),
         ("nodes of Frontier", 'nodes of "Frontier', "mine.toml"),
     ],

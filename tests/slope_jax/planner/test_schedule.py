@@ -10,7 +10,6 @@ from slope_jax.audit_work import plan_ticks
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.mesh.layout import plan_chunks, zigzag
 from slope_jax.model.stages import plan_stages
-from slope_jax.planner import Layout
 from slope_jax.planner.schedule import Scheduler, one_pass
 from slope_jax.programs import TickPrograms
 
@@ -38,7 +37,7 @@ def test_ticks_are_those_of_the_programs_with_their_whole_cache(shape: MeshShape
     )
     chunks = [(start, zigzag(start, n, shape.ring, MINI.sliding_window)) for start, n in plan_chunks(tokens, chunk)]
     expected = plan_ticks(programs, chunks)
-    found = Scheduler(MINI, Layout(shape=shape, chunk_tokens=chunk), tokens).alone()
+    found = Scheduler(MINI, shape, "bfloat16", chunk, tokens).alone
     assert found.bucket.tolist() == [tick.bucket for tick in expected]
     assert found.rounds.tolist() == [tick.rounds for tick in expected]
     assert found.inside.T.tolist() == [[-1 if c is None else c for c in tick.chunks] for tick in expected]
@@ -46,11 +45,11 @@ def test_ticks_are_those_of_the_programs_with_their_whole_cache(shape: MeshShape
 
 
 def test_a_full_pipeline_runs_every_chunk_once_in_every_stage() -> None:
-    scheduler = Scheduler(MINI, Layout(shape=MeshShape(4, 1, 1), chunk_tokens=1000), 5000)
-    steady = scheduler.steady()
+    scheduler = Scheduler(MINI, MeshShape(4, 1, 1), "bfloat16", 1000, 5000)
+    steady = scheduler.steady
     assert steady.inside.shape == (4, 5)
     assert all(sorted(stage) == list(range(5)) for stage in steady.inside.tolist())
-    assert scheduler.alone().inside.shape == (4, 8)
+    assert scheduler.alone.inside.shape == (4, 8)
 
 
 def test_one_pass_holds_what_is_cached_and_new() -> None:
