@@ -28,7 +28,7 @@ from slope_jax.kv_cache import (
 from slope_jax.memory import MemoryReport, cache_bytes, fit_cache, format_bytes, measure, parse_bytes
 from slope_jax.mesh import distributed, pass_choice
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
-from slope_jax.mesh.layout import pack_chunk, prompt_positions
+from slope_jax.mesh.layout import pack_chunk
 from slope_jax.model import weights
 from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.cost import Traffic
@@ -396,7 +396,7 @@ class Engine:
             blocks, expert_rounds = np.asarray(tick.work.attention_blocks), np.asarray(tick.work.expert_rounds)
             if tick.finished is not None:
                 index = tick.finished.request
-                results[index] = self._result(requests[index], tick, arrival)
+                results[index] = self._result(requests[index], ids[index], tick, arrival)
             records.append(
                 dataclasses.replace(
                     tick.record,
@@ -507,8 +507,10 @@ class Engine:
           row: of its window tails.
         """
         groups = -(-tokens // (self._group * self._cache_shape.page))
-        table = np.pad(page_table, [(0, 0), (0, self._group)], constant_values=-1)
-        ids = [self._put(table[:, g * self._group : (g + 1) * self._group], P(RING)) for g in range(groups)]
+        table = np.full((len(page_table), groups, self._group), -1, np.int32)
+        held = min(page_table.shape[1], groups * self._group)
+        table.reshape(len(page_table), -1)[:, :held] = page_table[:, :held]
+        ids = [self._put(table[:, g], P(RING)) for g in range(groups)]
         return ids, self._put(np.asarray(row, np.int32))
 
     def _copy_kv(self, ids: Sequence[jax.Array], row: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -520,7 +522,9 @@ class Engine:
             pages.append(copied)
         return pages, tails
 
-    def _result(self, request: ParsedRequest, tick: _Dispatched, arrival: float) -> PrefillResult:
+    def _result(
+        self, request: ParsedRequest, ids: NDArray[np.int32], tick: _Dispatched, arrival: float
+    ) -> PrefillResult:
         assert tick.finished is not None
         logits = np.asarray(tick.logits)[: self.config.vocab_size]
         token_id, error = NO_TOKEN, None
@@ -531,41 +535,32 @@ class Engine:
         ttft = time.perf_counter() - arrival
         return PrefillResult(
             request_id=request.request_id,
-            num_tokens=len(request.token_ids),
+            num_tokens=len(ids),
             token_id=token_id,
             logits=logits,
             ttft_s=ttft,
-            kv=self._prefill_kv(request, token_id, tick),
+            kv=self._prefill_kv(request.request_id, ids, token_id, tick),
             error=error,
         )
 
-    def _prefill_kv(self, request: ParsedRequest, token_id: int, tick: _Dispatched) -> PrefillKV:
+    def _prefill_kv(self, request_id: str, ids: NDArray[np.int32], token_id: int, tick: _Dispatched) -> PrefillKV:
         assert tick.tails is not None
-        config, tokens = self.config, len(request.token_ids)
-        positions = prompt_positions(tokens, self.chunk_tokens, self.shape.ring, config.sliding_window)
-        slots = max(len(p) for p in positions)
         groups = [local_parts(group) for group in tick.pages]
-        pages = {}
-        for where in groups[0]:
-            whole = np.concatenate([group[where] for group in groups], axis=2)
-            pages[where] = whole.reshape(*whole.shape[:2], -1 if whole.size else 0, *whole.shape[4:])[:, :, :slots]
+        parts = PromptParts(
+            pages={where: [group[where] for group in groups] for where in groups[0]},
+            tails=local_parts(tick.tails),
+            num_tokens=len(ids),
+            chunk_tokens=self.chunk_tokens,
+        )
         header = KVHeader.of_prompt(
-            config,
-            request.token_ids,
+            self.config,
+            ids,
             first_token_id=token_id,
             dtype=self.dtype,
             model_fingerprint=self.model_fingerprint,
         )
-        reader = PromptKVReader(
-            PromptParts(pages=pages, tails=local_parts(tick.tails), positions=positions),
-            request.request_id,
-            tokens,
-            config,
-            self._plan,
-            self.mesh,
-            self._gather,
-            self._group * self._cache_shape.page,
-        )
+        slots = self._group * self._cache_shape.page
+        reader = PromptKVReader(parts, request_id, self.config, self._plan, self.mesh, self._gather, slots)
         return PrefillKV(header, reader, is_writer=jax.process_index() == 0)
 
 

@@ -89,7 +89,7 @@ class KVHeader:
     def of_prompt(
         cls,
         config: GptOssConfig,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | NDArray[np.integer],
         *,
         first_token_id: int,
         dtype: str,
@@ -255,7 +255,7 @@ class PrefillKV:
         return folder
 
 
-def hash_token_ids(token_ids: Sequence[int]) -> str:
+def hash_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> str:
     """The SHA-256, in hexadecimal, of the ids as little-endian 64-bit integers."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()
 

@@ -124,15 +124,16 @@ class PageAllocator:
         if not self._free_rows or any(n > len(f) for n, f in zip(counts, self._free_pages, strict=True)):
             return None
         table = np.full((len(counts), self._shape.table), -1, np.int32)
-        for rank, count in enumerate(counts):
-            table[rank, :count] = [self._free_pages[rank].pop() for _ in range(count)]
+        for free, row, count in zip(self._free_pages, table, counts.tolist(), strict=True):
+            row[:count] = free[len(free) - count :][::-1]
+            del free[len(free) - count :]
         return Allocation(row=self._free_rows.pop(), page_table=table)
 
     def release(self, allocation: Allocation) -> None:
         """Gives the pages and the row back."""
         self._free_rows.append(allocation.row)
         for rank, pages in enumerate(allocation.page_table):
-            self._free_pages[rank].extend(int(p) for p in pages[::-1] if p >= 0)
+            self._free_pages[rank].extend(pages[pages >= 0][::-1].tolist())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from slope_jax.handoff import LayerKV
 from slope_jax.mesh import distributed
 from slope_jax.mesh.axes import PER_DEVICE, PP, mesh_shape
+from slope_jax.mesh.layout import prompt_positions
 from slope_jax.model.config import FULL, GptOssConfig
 from slope_jax.model.stages import StagePlan
 
@@ -29,14 +30,16 @@ class PromptParts:
     """This process's part of a prompt's KV.
 
     Attributes:
-      pages: keys and values as `bits`, per device `[full slots of the unit, repeats, token slots, J, H]`.
-      tails: likewise `[window slots of the unit, repeats, window, J, H]`.
-      positions: per ring rank, the positions of its slots in order.
+      pages: keys and values as `bits`, per device groups `[full slots of the unit, repeats, pages, page, J, H]`.
+      tails: likewise `[window slots of the unit, repeats, window, J, H]`, one array per device.
+      num_tokens: of the prompt.
+      chunk_tokens: the longest chunk, by which the tokens were laid out.
     """
 
-    pages: dict[Coordinates, NDArray[Any]]
+    pages: dict[Coordinates, list[NDArray[Any]]]
     tails: dict[Coordinates, NDArray[Any]]
-    positions: list[NDArray[np.int32]]
+    num_tokens: int
+    chunk_tokens: int
 
 
 def local_parts(array: jax.Array) -> dict[Coordinates, NDArray[Any]]:
@@ -86,6 +89,12 @@ def gather_rows(
     return np.asarray(gather(array, stage_array))[:, :, : len(part)]
 
 
+def _joined(groups: list[NDArray[Any]], index: tuple[int, int]) -> NDArray[Any]:
+    """The token slots `[slots, J, H]` of one layer."""
+    parts = [group[index].reshape(-1, *group.shape[4:]) for group in groups]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 class PromptKVReader:
     """Puts the layers of a prompt together from the parts on all devices.
 
@@ -97,14 +106,13 @@ class PromptKVReader:
         self,
         parts: PromptParts,
         request_id: str,
-        num_tokens: int,
         config: GptOssConfig,
         plan: StagePlan,
         mesh: Mesh,
         gather: Gather,
         group_slots: int,
     ):
-        self._parts, self._request_id, self._num_tokens = parts, request_id, num_tokens
+        self._parts, self._request_id, self._num_tokens = parts, request_id, parts.num_tokens
         self._config, self._plan, self._mesh = config, plan, mesh
         self._gather, self._group_slots = gather, group_slots
 
@@ -115,8 +123,11 @@ class PromptKVReader:
         kind = self._plan.unit[slot]
         index = self._plan.unit[:slot].count(kind), repeat
         if kind == FULL:
-            rows = {where: part[index] for where, part in self._parts.pages.items()}
-            return self._assemble(self._stage_rows(rows, stage), self._parts.positions, 0)
+            ring, window = mesh_shape(self._mesh).ring, self._config.sliding_window
+            positions = prompt_positions(self._num_tokens, self._parts.chunk_tokens, ring, window)
+            slots = max(map(len, positions))
+            rows = {where: _joined(groups, index)[:slots] for where, groups in self._parts.pages.items()}
+            return self._assemble(self._stage_rows(rows, stage), positions, 0)
         rows = {where: part[index] for where, part in self._parts.tails.items()}
         start = max(self._num_tokens - self._config.sliding_window, 0)
         span = np.arange(self._num_tokens - self._config.sliding_window, self._num_tokens)

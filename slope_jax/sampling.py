@@ -38,9 +38,10 @@ def sample_token(
     Raises:
       ValueError: the logits are not one finite vector.
     """
-    values = _check_logits(logits)
+    _check_logits(logits)
     if temperature == 0:
-        return int(np.argmax(values))
+        return int(np.argmax(logits))
+    values = np.asarray(logits, np.float64)
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the greatest to -inf
         weights = np.exp((values - values.max()) / temperature)
     uniform = np.random.Generator(np.random.Philox(key=seed)).random()
@@ -66,8 +67,8 @@ def sample_token(
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """The natural logarithms of `softmax(logits)`, `[vocab]`; raises ValueError as `sample_token`."""
-    shifted = _check_logits(logits)
-    shifted -= shifted.max()
+    _check_logits(logits)
+    shifted = np.asarray(logits, np.float64) - np.max(logits)
     return shifted - np.log(np.exp(shifted).sum())
 
 
@@ -91,14 +92,12 @@ def _greatest(values: NDArray[np.floating], n: int) -> NDArray[np.intp]:
     return among[np.argsort(-values[among], kind="stable")][:n]
 
 
-def _check_logits(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    values = np.array(logits, dtype=np.float64)
-    if values.ndim != 1 or not values.size:
-        raise ValueError(f"logits must be one vector over the vocabulary, not of shape {values.shape}")
-    finite = np.isfinite(values)
+def _check_logits(logits: NDArray[np.float32]) -> None:
+    if logits.ndim != 1 or not logits.size:
+        raise ValueError(f"logits must be one vector over the vocabulary, not of shape {logits.shape}")
+    finite = np.isfinite(logits)
     if not finite.all():
         bad = int(np.argmin(finite))
         raise ValueError(
-            f"{int((~finite).sum())} of {values.size} logits are not finite; first: {values[bad]} at {bad}"
+            f"{int((~finite).sum())} of {logits.size} logits are not finite; first: {logits[bad]} at {bad}"
         )
-    return values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from slope_jax import MeshShape
@@ -51,6 +53,14 @@ def test_all_to_all_beyond_a_node_is_bound_by_the_network() -> None:
     across = Fabric(FOUR, MeshShape(1, 2, 16)).exchange("all_to_all", ("ulysses",))
     assert across.bytes_per_s == pytest.approx(0.8 * 100e9 / 8 / (8 / 15))
     assert across.quantities == ("between_nodes",)
+
+
+def test_groups_that_nodes_divide_use_the_network() -> None:
+    """Six devices in a node: of the groups of four, one has two devices in each of two nodes."""
+    six = dataclasses.replace(FOUR, devices_per_node=6)
+    exchange = Fabric(six, MeshShape(1, 3, 4)).exchange("all_to_all", ("ulysses",))
+    assert exchange.quantities == ("between_nodes",)
+    assert exchange.bytes_per_s == pytest.approx(0.8 * 100e9 / 6 / (2 / 3))
 
 
 def test_a_reduction_over_two_nodes_reaches_what_lumi_reports() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -118,6 +119,20 @@ def test_little() -> None:
     assert found.concurrency_within(found.ttft_s * 1.001) >= 1
     assert found.ttft_at(1) == pytest.approx(found.ttft_s)
     assert found.ttft_at(40) == pytest.approx(40 / found.requests_per_s)
+
+
+def test_prompts_that_do_not_fit_at_once_do_not_overlap() -> None:
+    """Two stages with room for one prompt each: the next one enters when the one before has left."""
+    layout = Layout(shape=MeshShape(2, 1, 2), chunk_tokens=TOKENS // 4, split=EXPERT)
+    roomy = PLAIN.scaled({"memory_reserve": 0.0})
+    room = memory(CONFIG, layout, roomy, TOKENS)
+    tight = dataclasses.replace(roomy, memory_bytes=room.total + room.kv_of_prompt // 2)
+    both = [predict(CONFIG, cluster, layout, TOKENS) for cluster in (roomy, tight)]
+    assert [p.memory.prompts > 1 for p in both] == [True, False]
+    assert both[0].ttft_s == both[1].ttft_s
+    assert both[1].requests_per_s == pytest.approx(1 / both[1].ttft_s)
+    assert both[0].requests_per_s > both[1].requests_per_s
+    assert all(p.memory.fits for p in both)
 
 
 def test_devices_that_share_cores_are_no_faster_together() -> None:

@@ -89,6 +89,10 @@ def test_replicated_experts_on_one_stage_do_not_fit(found: Plan) -> None:
     """63 GB of weights and the reserve leave nothing of 64 GiB, whatever the chunks."""
     reasons = {(r.shape, r.split): r.reason for r in found.answers[2].refused}
     assert "weights 63.1" in reasons[MeshShape(1, 4, 8), SEQUENCE]
+    assert reasons[MeshShape(1, 4, 8), SEQUENCE].endswith("; it would with the least reserve that is assumed, 5%")
+    assert not isinstance(
+        of_mesh(CONFIG, CLUSTER.moved("memory_reserve", "low"), MeshShape(1, 4, 8), SEQUENCE, 100_000), Refused
+    )
 
 
 def test_meshes_are_all_that_divide_the_devices() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from slope_jax.model.published import published_config
 from slope_jax.planner import Choices, Cluster, predict
-from slope_jax.planner.layout import SEQUENCE
+from slope_jax.planner.layout import SEQUENCE, SPLITS
 from slope_jax.planner.search import answer
 from slope_jax.planner.solve import KERNELS, nodes_needed, requirements, smallest_factor
 
@@ -44,6 +44,36 @@ def test_only_what_may_be_tried_is_tried() -> None:
     layouts = [r.layout for r in needed if r.layout is not None]
     assert layouts
     assert {layout.split for layout in layouts} == {SEQUENCE}
+
+
+@pytest.mark.parametrize("splits", [(SEQUENCE,), SPLITS])
+def test_what_is_said_to_be_needed_is_what_a_new_plan_needs(splits: tuple[str, ...]) -> None:
+    """With other kernels other meshes, chunks and formats are the best: the factor is the smallest for all of them."""
+    choices, tokens, target = Choices(splits=splits), 100_000, 2.2
+    needed = requirements(CONFIG, CLUSTER, answer(CONFIG, CLUSTER, tokens, target, choices))[0]
+    assert needed.factor is not None
+    for change, is_met in ((1.0, True), (0.98, False)):
+        moved = CLUSTER.scaled(dict.fromkeys(KERNELS, needed.factor * change))
+        fastest = min(p.ttft_s for p in answer(CONFIG, moved, tokens, None, choices).best)
+        assert (fastest <= target) is is_met
+
+
+def test_a_large_cluster_may_need_less_than_it_has() -> None:
+    found = nodes_needed(CONFIG, CLUSTER.with_nodes(48), 65_536, 1.0)
+    assert (found.nodes, found.factor) == (4, 4 / 48)
+
+
+def test_shares_are_read_where_the_configuration_uses_them() -> None:
+    """On H100, 2,048 tokens are 64 for each expert, at which their products reach 41 % of the peak."""
+    h100 = Cluster.load("h100")
+    choices = Choices(splits=(SEQUENCE,), expert_weights=("mxfp4",))
+    now = min(p.ttft_s for p in answer(CONFIG, h100, 2048, None, choices).best)
+    found = answer(CONFIG, h100, 2048, 0.97 * now, choices)
+    alone = next(r for r in requirements(CONFIG, h100, found) if r.change == "experts alone")
+    assert alone.factor is not None
+    assert alone.layout is not None
+    rows = 2048 * 4 / 128 / alone.layout.token_ranks
+    assert alone.values["experts"] == pytest.approx(alone.factor * h100.curve("experts")(rows))
 
 
 def test_fewer_nodes_are_enough_for_a_loose_target() -> None:
