@@ -44,7 +44,8 @@ def format_plan(
     sections = [head]
     for i, answer in enumerate(plan.answers):
         sections.append(format_answer(answer, rows))
-        sections.append(split([answer.best[0], *([answer.baseline] if answer.baseline else [])]))
+        compared = [answer.best[0], *([answer.baseline] if answer.baseline else [])]
+        sections += [split(compared), format_memory(compared)]
         sections.append(format_assumptions(assumed[i], answer.best[0]))
         if solved:
             sections.append(format_requirements(solved[i], answer))
@@ -80,25 +81,34 @@ def format_explanation(
 ) -> str:
     """Everything about one mesh and a target, if there is one; the best number of chunks comes first."""
     best = predictions[0]
-    memory = best.memory
-    rows = [
-        ("weights", memory.weights),
-        (f"KV of {max(round(memory.kv / max(memory.kv_of_prompt, 1)), 1)} prompts under way", memory.kv),
-        ("activations", memory.activations),
-        ("reserve", memory.reserve),
-        ("together", memory.total),
-        ("of the device's", memory.capacity),
-    ]
     return "\n\n".join(
         [
             f"== {best.layout}, {best.num_tokens:,} tokens{_within(target_s)} ==\n"
             + table(_HEADS, [_row(p, target_s, "") for p in predictions], _TEXT),
             split(predictions[:1]),
-            table(("memory of a device", "GB"), [(n, f"{b / 1e9:.2f}") for n, b in rows], {"memory of a device"})
-            + f"\nroom for {memory.prompts} prompts of this length at once",
+            format_memory(predictions[:1]),
             format_assumptions(assumed, best),
         ]
     )
+
+
+def format_memory(predictions: Sequence[Prediction]) -> str:
+    """Where the memory of a device goes, a column for each prediction."""
+    parts = {
+        "weights": [p.memory.weights for p in predictions],
+        "KV of the prompts under way": [p.memory.kv for p in predictions],
+        "activations": [p.memory.activations for p in predictions],
+        "reserve": [p.memory.reserve for p in predictions],
+        "together": [p.memory.total for p in predictions],
+        "of the device's": [p.memory.capacity for p in predictions],
+    }
+    rows = [(name, *(f"{size / 1e9:.2f}" for size in sizes)) for name, sizes in parts.items()]
+    rows.append(
+        ("prompts under way", *(str(max(p.memory.kv // max(p.memory.kv_of_prompt, 1), 1)) for p in predictions))
+    )
+    rows.append(("prompts for which there is room", *(str(p.memory.prompts) for p in predictions)))
+    head = "memory of a device, GB"
+    return table((head, *(str(p.layout) for p in predictions)), rows, {head})
 
 
 def split(predictions: Sequence[Prediction]) -> str:

@@ -66,7 +66,13 @@ def test_explain_judges_targets_and_follows_the_flags() -> None:
 
 def test_the_table_has_the_baseline_and_what_would_be_needed() -> None:
     text = _run("--nodes=1", "--tokens=16384", "--ttft_slo=0.1", "--solve")
-    for part in ("TP  1x1x8 TP", "No configuration meets the target", "to meet 0.1 s, one change", "does not fit: 1x"):
+    for part in (
+        "TP  1x1x8 TP",
+        "No configuration meets the target",
+        "to meet 0.1 s, one change",
+        "does not fit: 1x",
+        "reserve ",
+    ):
         assert part in text
 
 
