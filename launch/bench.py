@@ -37,7 +37,7 @@ from absl import app, flags, logging
 from slope_jax.engine import Engine
 from slope_jax.launch import bench_operations, bench_prefill, bench_startup
 from slope_jax.launch.bench_prefill import PrefillCase
-from slope_jax.launch.flags import StartError, chosen, mesh_shape, numbers, setup_runtime
+from slope_jax.launch.flags import StartError, chosen, mesh_shape, numbers, plot_function, setup_runtime
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.launch.random_weights import RandomSource
 from slope_jax.launch.timing import MatmulPeak
@@ -48,8 +48,7 @@ from slope_jax.model import weights
 from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.config import GptOssConfig
 from slope_jax.model.published import PUBLISHED, published_config
-from slope_jax.model.stages import plan_stages
-from slope_jax.programs import EXPERT_WEIGHTS, all_reduce_form
+from slope_jax.programs import EXPERT_WEIGHTS, all_reduce_form, stages_on
 
 Row = dict[str, Any]
 CONTEXT, TENSOR = "context", "tensor"
@@ -149,18 +148,12 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 def check(config: GptOssConfig, settings: Settings, devices: Sequence[jax.Device]) -> None:
     """Raises ValueError when a mesh does not fit the model or the devices, or a prompt is too long for the model."""
+    expert_parallel = bool(settings.options.get("expert_parallel"))
     if TENSOR in settings.parallelism:
-        all_reduce_form(
-            tensor_parallel=True,
-            expert_parallel=bool(settings.options.get("expert_parallel")),
-            all_reduce=settings.all_reduce,
-        )
+        all_reduce_form(tensor_parallel=True, expert_parallel=expert_parallel, all_reduce=settings.all_reduce)
     for mesh in settings.meshes:
-        mesh.check_heads(config.num_heads, config.num_kv_heads)
-        plan_stages(config.layer_types, mesh.pp)
+        stages_on(config, mesh, expert_parallel=expert_parallel)
         make_mesh(mesh, devices)
-        if settings.options.get("expert_parallel"):
-            mesh.check_experts(config.num_experts)
     holds = settings.options.get("kv_cache_tokens")
     for case in settings.cases:
         if isinstance(holds, int) and case.prompt_tokens > holds:
@@ -303,10 +296,7 @@ def run() -> int:
         if values.plot:
             if not (values.plot.endswith(".png") and pathlib.Path(values.plot).absolute().parent.is_dir()):
                 raise ValueError(f"--plot={values.plot}: not the name of a .png file in a folder that exists")
-            try:
-                from slope_jax.launch.bench_plot import plot  # matplotlib is needed for nothing else
-            except ImportError as error:
-                raise ValueError(f"--plot needs matplotlib (the extra bench): {error}") from error
+            plot = plot_function("slope_jax.launch.bench_plot")
         if values.rows:
             if not values.plot:
                 raise ValueError("--rows is of no use without --plot")

@@ -11,6 +11,7 @@ Under `srun` the three flags of the processes are left out: Slurm knows them.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -113,6 +114,19 @@ def chosen(flag: str, texts: Sequence[str], known: Sequence[str]) -> tuple[str, 
     if not texts or set(texts) - set(known):
         raise ValueError(f"--{flag}={','.join(texts)}: it lists one or more of {', '.join(known)}")
     return tuple(dict.fromkeys(texts))
+
+
+def plot_function(module: str) -> Callable[..., None]:
+    """The function `plot` of a module that needs matplotlib, which is needed for nothing else.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    try:
+        function: Callable[..., None] = importlib.import_module(module).plot
+    except ImportError as error:
+        raise ValueError(f"--plot needs matplotlib (the extra bench): {error}") from error
+    return function
 
 
 def mesh_shape() -> MeshShape:

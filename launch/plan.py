@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from slope_jax.launch.bench import read_rows
-from slope_jax.launch.flags import StartError, chosen, numbers
+from slope_jax.launch.flags import StartError, chosen, numbers, plot_function
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.mesh import pass_choice
 from slope_jax.mesh.axes import MeshShape
@@ -127,12 +127,11 @@ def run(values: flags.FlagValues) -> int:
                 )
             print(explain(model, cluster, numbers("explain", values.explain, int), tokens, targets, choices))
             return 0
+        plot = plot_function("slope_jax.planner.plot") if values.plot else None
         found = plan(model.config, cluster, tokens, targets or None, choices)
         assumed = [assumptions(model.config, cluster, answer.best[0]) for answer in found.answers]
         solved = [requirements(model.config, cluster, answer) for answer in found.answers] if values.solve else []
-        if values.plot:
-            from slope_jax.planner.plot import plot  # matplotlib is needed for nothing else
-
+        if plot is not None:
             try:
                 plot(found, values.plot)
             except OSError as error:

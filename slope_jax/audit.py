@@ -25,8 +25,8 @@ from slope_jax.mesh.layout import plan_chunks, zigzag
 from slope_jax.model import cost
 from slope_jax.model.config import SLIDING, GptOssConfig
 from slope_jax.model.expert_parallel import ExchangeShape
-from slope_jax.model.stages import StagePlan, plan_stages
-from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form
+from slope_jax.model.stages import StagePlan
+from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form, stages_on
 
 BYTES_TOLERANCE = 0.02  # by which compiled bytes may differ from those of the formula
 MOST_IMBALANCE = 1.05  # the busiest device over the mean
@@ -124,8 +124,7 @@ def audit(
         raise ValueError(f"chunk_tokens must be positive, not {chunk_tokens}")
     if not 0 < num_tokens <= config.max_position:
         raise ValueError(f"a prompt of {num_tokens} tokens: the model takes 1 to {config.max_position}")
-    shape.check_heads(config.num_heads, config.num_kv_heads)
-    plan = plan_stages(config.layer_types, shape.pp)
+    plan = stages_on(config, shape, expert_parallel=expert_parallel)
     chunk_tokens = min(chunk_tokens, num_tokens)
 
     def programs_for(config: GptOssConfig, tokens: int) -> TickPrograms:

@@ -34,10 +34,9 @@ from slope_jax.model.checkpoint import TensorSource
 from slope_jax.model.cost import Traffic
 from slope_jax.model.gpt_oss import GptOss
 from slope_jax.model.stage import StageWork
-from slope_jax.model.stages import plan_stages
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
 from slope_jax.program_cache import compile_program, shapes_of
-from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form, default_block_q
+from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form, default_block_q, stages_on
 from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import NO_TOKEN, PrefillResult
@@ -221,10 +220,7 @@ class Engine:
             raise ValueError(f"mesh must be a MeshShape, not {type(mesh).__name__}")
         source = weights.open_source(checkpoint)
         config = source.config
-        mesh.check_heads(config.num_heads, config.num_kv_heads)
-        if expert_parallel:
-            mesh.check_experts(config.num_experts)
-        plan = plan_stages(config.layer_types, mesh.pp)
+        plan = stages_on(config, mesh, expert_parallel=expert_parallel)
         if kv_cache_tokens is not None and memory_budget is not None:
             raise ValueError(
                 f"{kv_cache_tokens=} and {memory_budget=} both set the size of the KV cache; give one of them"
@@ -433,10 +429,8 @@ class Engine:
             tokens = max(int(c) + len(r.positions) for c, r in zip(finished.cached, finished.ranks, strict=True))
             copies = self._prepare_copies(finished.allocation.page_table, tokens, finished.allocation.row)
         ring_pass, rounds, logits, work = self._dispatch(stages, bucket, ids)
-        pages: list[jax.Array] = []
-        tails = None
-        if finished is not None and copies is not None:
-            pages, tails = self._copy_kv(*copies)
+        pages, tails = ([], None) if copies is None else self._copy_kv(*copies)
+        if finished is not None:
             scheduler.finish(finished)
         elapsed, worked = time.perf_counter() - begin, time.thread_time() - worked
         record = TickRecord(

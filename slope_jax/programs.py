@@ -24,12 +24,24 @@ from slope_jax.model.config import GptOssConfig
 from slope_jax.model.cost import Traffic, tick_traffic
 from slope_jax.model.gpt_oss import GptOss, abstract_model
 from slope_jax.model.stage import StageSpec
-from slope_jax.model.stages import StagePlan
+from slope_jax.model.stages import StagePlan, plan_stages
 from slope_jax.model.tensor_split import TensorSplit
 from slope_jax.tick import EngineState, make_tick
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 EXPERT_WEIGHTS = ("bfloat16", "mxfp4")
+
+
+def stages_on(config: GptOssConfig, shape: MeshShape, *, expert_parallel: bool) -> StagePlan:
+    """The layers of each pipeline stage of a mesh that suits a model.
+
+    Raises:
+      ValueError: the heads, the layers or the experts cannot be divided so.
+    """
+    shape.check_heads(config.num_heads, config.num_kv_heads)
+    if expert_parallel:
+        shape.check_experts(config.num_experts)
+    return plan_stages(config.layer_types, shape.pp)
 
 
 def default_block_q(config: GptOssConfig, shape: MeshShape) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,12 @@ class PromptKVReader:
         self._config, self._plan, self._mesh = config, plan, mesh
         self._gather, self._group_slots = gather, group_slots
 
+    @functools.cached_property
+    def _positions(self) -> list[NDArray[np.int32]]:
+        """Per ring rank, the positions of its slots in order; computed when they are first needed."""
+        ring, window = mesh_shape(self._mesh).ring, self._config.sliding_window
+        return prompt_positions(self._num_tokens, self._parts.chunk_tokens, ring, window)
+
     def __call__(self, layer: int) -> LayerKV:
         """One layer, in token order."""
         distributed.agree("PrefillKV.layer", {"layer": f"{layer} of request {self._request_id}"})
@@ -123,11 +130,9 @@ class PromptKVReader:
         kind = self._plan.unit[slot]
         index = self._plan.unit[:slot].count(kind), repeat
         if kind == FULL:
-            ring, window = mesh_shape(self._mesh).ring, self._config.sliding_window
-            positions = prompt_positions(self._num_tokens, self._parts.chunk_tokens, ring, window)
-            slots = max(map(len, positions))
+            slots = max(map(len, self._positions))
             rows = {where: _joined(groups, index)[:slots] for where, groups in self._parts.pages.items()}
-            return self._assemble(self._stage_rows(rows, stage), positions, 0)
+            return self._assemble(self._stage_rows(rows, stage), self._positions, 0)
         rows = {where: part[index] for where, part in self._parts.tails.items()}
         start = max(self._num_tokens - self._config.sliding_window, 0)
         span = np.arange(self._num_tokens - self._config.sliding_window, self._num_tokens)

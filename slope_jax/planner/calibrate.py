@@ -37,8 +37,8 @@ _LIMITS = {
 }
 _SOLVED = {"experts": (1e-3, 1.0), "unpacking": (1e-3, 1e3)}  # where to look for the quantities of experts
 _SOURCE = "the engine's benchmark"
-_NUMBERS = {"seconds", "ttft_median_s", "peak_tflop_per_s", "share_of_peak", "gbyte_per_s", "tokens", "prompt_tokens",
-            "chunk_tokens", "devices"}  # fmt: skip
+_NUMBERS = {"seconds", "ttft_median_s", "peak_tflop_per_s", "prompt_tokens", "chunk_tokens", "devices"}
+_OF_SOME = {"share_of_peak", "gbyte_per_s", "tokens"}  # numbers that are 0 or None for operations that do not have them
 _STEPS = 60  # of a bisection
 _ROUNDS = 4
 
@@ -102,12 +102,13 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     if not known:
         raise ValueError(f"there is no steady prefill on one device of at most {fit_up_to} tokens to fit to")
     exchanges = exchange_curves([row for row in operations if row["devices"] > 1], peak)
-    found, curves = cluster.replace(**exchanges), exchanges
-    for _ in range(_ROUNDS):  # the share of the experts follows from their time only once the bandwidth is known
+    found, curves, left_out = cluster.replace(**exchanges), exchanges, dict[str, float]()
+    groups = dict(list(_ONE_DEVICE.items())[:known])
+    for round_ in range(_ROUNDS):  # the share of the experts follows from their time only once the bandwidth is known
         curves = exchanges | measured_curves(config, found, [row for row in operations if row["devices"] == 1])
-        groups = dict(list(_ONE_DEVICE.items())[:known])
-        found = fit(cluster.replace(**curves), groups, alone, limits=_LIMITS).cluster
-    left_out = fit(cluster.replace(**curves), groups, alone, limits=_LIMITS, leave_out=True).left_out
+        is_last = round_ == _ROUNDS - 1
+        of_one = fit(cluster.replace(**curves), groups, alone, limits=_LIMITS, leave_out=is_last)
+        found, left_out = of_one.cluster, of_one.left_out
     if known := sum(sample.is_fitted for sample in several):
         groups = dict(list(_SEVERAL.items())[:known])
         together = fit(found, groups, several, limits=_LIMITS, leave_out=True)
@@ -115,10 +116,7 @@ def calibrate(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row], *, fi
     return Calibration(
         cluster=found,
         operations=tuple(error for curve in curves.values() for error in _errors(curve)),
-        prefills=dataclasses.replace(
-            fit(found, {}, [*alone, *several]),
-            left_out=left_out,
-        ),
+        prefills=dataclasses.replace(fit(found, {}, [*alone, *several]), left_out=left_out),
     )
 
 
@@ -132,7 +130,7 @@ def measured_curves(config: GptOssConfig, cluster: Cluster, rows: Iterable[Row])
     packed = []
     for row in sorted(rows, key=lambda row: row.get("tokens", 0)):
         name, tokens = row["operation"], row.get("tokens", 0)
-        seconds = row["seconds"] * row["peak_tflop_per_s"] * 1e12 / cluster.matmul_flops
+        seconds = _at_peak(row, "seconds", cluster.matmul_flops)
         if name == "full_attention":
             add(f"full_attention/{config.head_dim}", tokens, row["share_of_peak"])
         elif name == "window_attention":
@@ -158,7 +156,7 @@ def exchange_curves(rows: Iterable[Row], peak: float) -> dict[str, Curve]:
     kinds = {"all_to_all": "all_to_all", "ppermute": "permute", "psum": "all_reduce", "all_gather": "all_reduce"}
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        seconds = row["seconds"] * row["peak_tflop_per_s"] * 1e12 / peak / row["devices"]
+        seconds = _at_peak(row, "seconds", peak) / row["devices"]
         sent = row["gbyte_per_s"] * 1e9 * row["seconds"]
         found.setdefault(kinds[row["operation"]], []).append((sent, seconds))
     if not found:
@@ -211,7 +209,7 @@ def _sample(config: GptOssConfig, row: Row, peak: float, fit_up_to: int) -> Samp
     )
     return Sample(
         name=f"{layout}, {row['expert_weights']}, {row['prompt_tokens']} tokens",
-        seconds=row["ttft_median_s"] * row["peak_tflop_per_s"] * 1e12 / peak,
+        seconds=_at_peak(row, "ttft_median_s", peak),
         predict=functools.partial(_ttft, config, layout, row["prompt_tokens"]),
         is_fitted=row["prompt_tokens"] <= fit_up_to and row.get("steady", True),
     )
@@ -229,17 +227,20 @@ def _samples(config: GptOssConfig, rows: Iterable[Row], peak: float, fit_up_to: 
     return samples
 
 
+def _at_peak(row: Row, name: str, peak: float) -> float:
+    """A time of a line, as if the machine's peak had been the given one meanwhile."""
+    return float(row[name] * row["peak_tflop_per_s"] * 1e12 / peak)
+
+
 def _checked(row: Row) -> Row:
     """A line whose numbers can be used.
 
     Raises:
       ValueError: one of them is not a positive number.
     """
-    for name in _NUMBERS & row.keys():
+    for name in (_NUMBERS | {name for name in _OF_SOME if row.get(name)}) & row.keys():
         value = row[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            if name in ("share_of_peak", "gbyte_per_s", "tokens") and value in (0, None):
-                continue  # of operations that do not have it
             raise ValueError(f"a line of kind {row['kind']}: {name} must be a positive number, not {value!r}")
     return row
 

@@ -22,12 +22,7 @@ _REFUSED = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size
             "mlp_only_layers", "linear_num_value_heads", "moe_layer_frequency", "moe_layer_freq")  # fmt: skip
 # Steps at which layers with experts are found among the others; 1 where all have them.
 _STEPS = ("decoder_sparse_step", "interleave_moe_layer_step")
-_ALL_WINDOW = (
-    "mistral",
-    "mixtral",
-    "phi3",
-    "starcoder2",
-)  # with one, it is in all layers
+_ALL_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # where all layers have the window, if there is one
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 

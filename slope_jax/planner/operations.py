@@ -224,6 +224,7 @@ class OperationTimes:
             expert_parallel=layout.split == EXPERT,
             split=layout.tensor_split,
         )
+        rounds = self._expert_rounds(bucket) if layout.split == EXPERT else 1.0
         found = []
         for collective in traffic.collectives:
             name, operation = _SCOPES.get(collective.scope, "other_exchanges"), collective.operation
@@ -232,8 +233,8 @@ class OperationTimes:
                 name, operation = "all_reduce", "psum"
             exchange = self._fabric.exchange(operation, collective.axes)
             is_repeated = name == "expert_all_to_all" and operation == "all_to_all"
-            times = self._expert_rounds(bucket) if is_repeated else 1
-            found.append((name, collective, times * exchange.time(collective.sent_bytes)))
+            seconds = exchange.time(collective.sent_bytes)
+            found.append((name, collective, rounds * seconds if is_repeated else seconds))
         return found
 
     def _expert_rounds(self, bucket: int) -> float:

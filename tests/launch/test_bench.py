@@ -18,6 +18,7 @@ from absl import flags
 
 from slope_jax.launch import bench, bench_plot, bench_prefill
 from slope_jax.launch import make_checkpoint as maker
+from slope_jax.launch.flags import plot_function
 from slope_jax.launch.timing import Timed
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.model import cost
@@ -226,6 +227,12 @@ def test_rows_of_another_program_are_refused(tmp_path: pathlib.Path, line: str) 
     (tmp_path / "rows.jsonl").write_text('{"kind": "engine"}\n' + line + "\n")
     with pytest.raises(ValueError, match="line 2: not a"):
         list(bench.read_rows(str(tmp_path / "rows.jsonl")))
+
+
+def test_a_plot_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "slope_jax.launch.bench_plot", None)
+    with pytest.raises(ValueError, match=r"--plot needs matplotlib \(the extra bench\)"):
+        plot_function("slope_jax.launch.bench_plot")
 
 
 def test_options_are_python_values_or_texts() -> None:
