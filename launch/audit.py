@@ -22,12 +22,12 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from slope_jax.audit import Audit, audit
+from slope_jax.audit.report import Audit, audit
 from slope_jax.launch.flags import StartError, define_engine_flags, engine_options, mesh_shape
-from slope_jax.mesh import pass_choice
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.all_reduce import PSUM
 from slope_jax.mesh.axes import MeshShape
-from slope_jax.mesh.distributed import run_program
+from slope_jax.mesh.processes.distributed import run_program
 from slope_jax.model.published import PUBLISHED, find_config
 
 
@@ -62,7 +62,7 @@ def summary_row(name: str, shape: MeshShape, found: Audit) -> dict[str, Any]:
         "sent_gb": {axes: round(n, 2) for axes, n in sent.items()},
         "window_sent_gb": round(sum(r.num_bytes for r in found.traffic if r.key.scope == "window_attention") / 1e9, 4),
         "ticks": len(found.ticks),
-        "pass_q_ticks": sum(tick.ring_pass == pass_choice.Q for tick in found.ticks),
+        "pass_q_ticks": sum(tick.ring_pass == ring_policy.Q for tick in found.ticks),
         "idle": round(found.idle, 3),
         "attention_balance": round(found.work.attention_balance, 3),
         "expert_balance": round(found.work.expert_balance, 3),
@@ -132,7 +132,7 @@ def _work_table(found: Audit) -> str:
 
 
 def _describe_ticks(found: Audit) -> str:
-    kv = [tick.rounds for tick in found.ticks if tick.ring_pass == pass_choice.KV]
+    kv = [tick.rounds for tick in found.ticks if tick.ring_pass == ring_policy.KV]
     queries = len(found.ticks) - len(kv)
     buckets = sorted({tick.bucket for tick in found.ticks})
     chunks = 1 + max(chunk for tick in found.ticks for chunk in tick.chunks if chunk is not None)

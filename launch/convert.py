@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import jax
 from absl import app, flags, logging
 
-from slope_jax.model import orbax_io
-from slope_jax.model.checkpoint import Checkpoint
+from slope_jax.model.checkpoint import orbax
+from slope_jax.model.checkpoint.safetensors import Checkpoint
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder with config.json and safetensors files.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write; must not exist or be empty.", required=True)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # Orbax logs every array
     try:
         source = Checkpoint.open(_CHECKPOINT.value)
-        orbax_io.convert(source, _OUTPUT.value, dtype=_DTYPE.value, experts=_EXPERT_WEIGHTS.value)
+        orbax.convert(source, _OUTPUT.value, dtype=_DTYPE.value, experts=_EXPERT_WEIGHTS.value)
     except (ValueError, OSError) as error:
         print(f"convert: {error}", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ from slope_jax.launch.flags import setup_runtime
 from slope_jax.launch.make_checkpoint import PRESETS, make_checkpoint, project_files
 from slope_jax.launch.outputs import folder_name
 from slope_jax.launch.progress import TickProgress
-from slope_jax.launch.table import format_results
+from slope_jax.launch.tables import format_results
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.model.tokenizer import Tokenizer
 from slope_jax.request import Request, parse_batch

@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 
-from slope_jax.mesh import distributed, pass_choice
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.all_reduce import FORMS
 from slope_jax.mesh.axes import MeshShape
+from slope_jax.mesh.processes import distributed
 
 _PP = flags.DEFINE_integer("pp", 1, "Pipeline stages.", lower_bound=1)
 _RING = flags.DEFINE_integer("ring", 1, "Ranks of the ring that passes keys and values, or queries.", lower_bound=1)
@@ -77,8 +78,8 @@ def define_engine_flags() -> None:
     )
     flags.DEFINE_enum(
         "ring_pass",
-        pass_choice.AUTO,
-        pass_choice.RING_PASSES,
+        ring_policy.AUTO,
+        ring_policy.RING_PASSES,
         "What goes round the ring: keys and values, queries, or in every tick what moves fewer bytes.",
     )
 

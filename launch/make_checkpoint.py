@@ -30,9 +30,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import slope_jax
 from slope_jax.launch.random_weights import draw_rows
+from slope_jax.model.checkpoint.safetensors_writer import SafetensorsWriter
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
 from slope_jax.model.published import published_config
-from slope_jax.safetensors_stream import SafetensorsWriter
 
 SPECIAL_TOKENS = (
     "<|startoftext|>",

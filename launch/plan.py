@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from slope_jax.launch.bench import read_rows
+from slope_jax.launch.bench.program import read_rows
 from slope_jax.launch.flags import StartError, chosen, numbers, plot_function
 from slope_jax.launch.make_checkpoint import PRESETS
-from slope_jax.mesh import pass_choice
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.model.published import PUBLISHED
 from slope_jax.planner import Choices, Cluster, Prediction, known_devices, plan
@@ -185,7 +185,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     )
     flags.DEFINE_list("splits", list(SPLITS), f"What ulysses ranks may do: {', '.join(SPLITS)}.", flag_values=values)
     flags.DEFINE_enum(
-        "ring_pass", "auto", pass_choice.RING_PASSES, "What goes round the ring, as of the engine.", flag_values=values
+        "ring_pass", "auto", ring_policy.RING_PASSES, "What goes round the ring, as of the engine.", flag_values=values
     )
     flags.DEFINE_enum("format", "table", ["table", "json"], "What to print.", flag_values=values)
     flags.DEFINE_integer("rows", 5, "Configurations to show for each length.", lower_bound=1, flag_values=values)

@@ -25,8 +25,8 @@ from slope_jax.launch.flags import StartError, define_engine_flags, engine_optio
 from slope_jax.launch.outputs import RESULTS_FILE, describe_result, prepare_output, save_kv, write_results
 from slope_jax.launch.progress import TickProgress
 from slope_jax.launch.prompt_lines import PromptLine, read_prompt_lines
-from slope_jax.launch.table import format_results
-from slope_jax.mesh.distributed import agree, run_program
+from slope_jax.launch.tables import format_results
+from slope_jax.mesh.processes.distributed import agree, run_program
 from slope_jax.request import ParsedRequest, parse_each
 from slope_jax.result import PrefillResult
 

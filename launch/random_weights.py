@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from slope_jax.model.checkpoint import expected_tensors, slice_bounds
+from slope_jax.model.checkpoint.safetensors import expected_tensors, slice_bounds
 from slope_jax.model.config import GptOssConfig
 
 _BFLOAT16, _UINT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint8)

@@ -23,8 +23,8 @@ from absl import app, flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from slope_jax.launch import flags as common_flags
-from slope_jax.mesh import distributed
 from slope_jax.mesh.axes import AXES, describe_mesh, make_mesh
+from slope_jax.mesh.processes import distributed
 
 SIZES = tuple(1 << exponent for exponent in (10, 14, 18, 22, 26))  # 1 kB to 64 MB
 CPU_MAX_BYTES = 1 << 18

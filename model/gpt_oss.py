@@ -20,14 +20,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from slope_jax.mesh.axes import AXES, PP, SEQUENCE_AXES, ULYSSES, mesh_shape, where_needed
-from slope_jax.model import moe, mxfp4
-from slope_jax.model.bits import from_bits
 from slope_jax.model.config import GptOssConfig
-from slope_jax.model.expert_parallel import expert_parallel_mlp
-from slope_jax.model.ops import dot, rms_norm
+from slope_jax.model.numerics import dot, rms_norm
+from slope_jax.model.ops import mxfp4
+from slope_jax.model.ops.experts import xla
+from slope_jax.model.parallel.expert_parallel import expert_parallel_mlp
+from slope_jax.model.parallel.tensor_split import TensorSplit
 from slope_jax.model.params import kernel, param
-from slope_jax.model.stages import StagePlan
-from slope_jax.model.tensor_split import TensorSplit
+from slope_jax.model.stage_plan import StagePlan
+from slope_jax.model.storage import from_bits
 
 Stack = tuple[int, int]  # pipeline stages, repeats of the unit of layers
 Spec = tuple[str | None, ...]  # the mesh axis of each leading axis of a parameter
@@ -81,7 +82,7 @@ class Experts(nnx.Module):
         self.down = kernel((*stack, E, F, D), dtype, *spec, split.axis)
         self.down_bias = param((*stack, E, D), jnp.float32, *spec)
 
-    def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
+    def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> xla.Weights:
         """The kernels of one expert: gate_up `[D, 2F]` and down `[F, D]`."""
         del dtype  # the weights have been stored in it
         return from_bits(self.gate_up[...][repeat, expert]), from_bits(self.down[...][repeat, expert])
@@ -101,7 +102,7 @@ class PackedExperts(nnx.Module):
         self.down_scales = param((*stack, E, D, out_blocks), jnp.uint8, *spec, None, split.axis)
         self.down_bias = param((*stack, E, D), jnp.float32, *spec)
 
-    def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> moe.Weights:
+    def read(self, repeat: jax.Array, expert: jax.Array, dtype: DTypeLike) -> xla.Weights:
         """The kernels of one expert, unpacked: gate_up `[D, 2F]` and down `[F, D]`."""
         gate_up = mxfp4.unpack(
             self.gate_up_blocks[...][repeat, expert], self.gate_up_scales[...][repeat, expert], dtype
@@ -138,16 +139,16 @@ class MixtureOfExperts(nnx.Module):
         """What the block adds to the residual stream of the valid tokens, float32; and the rounds of its exchange."""
         kernel = from_bits(self.router_kernel[...][repeat])
         t_TD = rms_norm(x_TD, self.norm[...][repeat], self.config.rms_norm_eps).astype(kernel.dtype)
-        routing = moe.route(dot(t_TD, kernel) + self.router_bias[...][repeat], self.config.experts_per_token)
+        routing = xla.route(dot(t_TD, kernel) + self.router_bias[...][repeat], self.config.experts_per_token)
         experts = self.experts
 
-        def read(expert: jax.Array) -> moe.Weights:
+        def read(expert: jax.Array) -> xla.Weights:
             return experts.read(repeat, expert, kernel.dtype)
 
         biases = experts.gate_up_bias[...][repeat], self.split.once(experts.down_bias[...][repeat])
         if self.expert_parallel:
             return expert_parallel_mlp(t_TD, routing, valid_T, self.config, read, *biases)
-        mlp = functools.partial(moe.grouped_mlp, t_TD, routing, valid_T, self.config, read, *biases)
+        mlp = functools.partial(xla.grouped_mlp, t_TD, routing, valid_T, self.config, read, *biases)
         y_TD = where_needed(jnp.any(valid_T), mlp)
         return self.split.add_up(y_TD, kernel.dtype), jnp.zeros((), jnp.int32)
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from slope_jax.model.bits import storage_dtype
+from slope_jax.model.storage import storage_dtype
 
 
 def param(shape: tuple[int, ...], dtype: DTypeLike, *spec: str | tuple[str, ...] | None) -> nnx.Param[jax.Array]:

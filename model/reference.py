@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from slope_jax.model import mxfp4
-from slope_jax.model.checkpoint import Checkpoint
+from slope_jax.model.checkpoint.safetensors import Checkpoint
 from slope_jax.model.config import SLIDING, GptOssConfig
-from slope_jax.model.moe import clamped_swiglu, route
-from slope_jax.model.ops import rms_norm
+from slope_jax.model.numerics import rms_norm
+from slope_jax.model.ops import mxfp4
+from slope_jax.model.ops.experts.xla import clamped_swiglu, route
 from slope_jax.model.rope import inverse_frequencies, magnitude, rotate
 
 Array = NDArray[np.float32]

@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from slope_jax.mesh import halo, pass_choice, ring, ulysses
+from slope_jax.mesh import halo, ring, ring_policy, ulysses
 from slope_jax.mesh.axes import ULYSSES, varying, where_needed
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView, sequence_rank
-from slope_jax.model import attention, kv_pages, rope
-from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks
-from slope_jax.model.bits import from_bits, to_bits
+from slope_jax.model import kv_pages, rope
 from slope_jax.model.config import FULL, GptOssConfig
 from slope_jax.model.gpt_oss import DecoderLayer
+from slope_jax.model.ops.attention import xla
+from slope_jax.model.ops.attention.xla import AttentionSpec, Partial, QueryBlocks
+from slope_jax.model.storage import from_bits, to_bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class StageSpec:
     ring_block: int
     block_q: int
     block_kv: int
-    ring_pass: str = pass_choice.KV
+    ring_pass: str = ring_policy.KV
 
     def attention(self, window: int | None) -> AttentionSpec:
         """The parameters of an attention call."""
@@ -128,7 +129,7 @@ def run_stage(
                     partial, tail = _window_attention(q_TNH, sinks_N, kv_TJH, seen, tails[where], spec, config)
                     tails = tails.at[where].set(tail)
                 sliding += 1
-            out_TNH = attention.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
+            out_TNH = xla.finish_partial(partial, q_TNH.shape[0]).astype(from_bits(q_TNH).dtype)
             with jax.named_scope(kind), jax.named_scope("project_out"):
                 out_TC = from_bits(ulysses.gather_heads(to_bits(out_TNH), ranks))
                 change_TD = layer.attention.project_out(out_TC, repeat, num_tokens > 0)
@@ -206,10 +207,10 @@ def _full_attention(
     def pass_q() -> Partial:
         return _pass_q(q_TNH, sinks_N, kv_heads, chunk, read_block, spec)
 
-    if spec.ring_pass == pass_choice.AUTO:
+    if spec.ring_pass == ring_policy.AUTO:
         # Both hold exchanges of the whole mesh, all of which takes the same branch.
         return jax.lax.cond(rounds == 0, pass_q, lambda: _without_padding(pass_kv(), q_TNH.shape[0]))
-    return pass_q() if spec.ring_pass == pass_choice.Q else pass_kv()
+    return pass_q() if spec.ring_pass == ring_policy.Q else pass_kv()
 
 
 def _pass_kv(
@@ -226,10 +227,10 @@ def _pass_kv(
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
     with jax.named_scope("pass_kv"):
         return ring.pass_kv(
-            lambda partial, kv: attention.attend(partial, q_KTGH, positions_T, blocks, *kv, call),
+            lambda partial, kv: xla.attend(partial, q_KTGH, positions_T, blocks, *kv, call),
             read_block,
             rounds,
-            attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
+            xla.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
         )
 
 
@@ -246,16 +247,16 @@ def _pass_q(
     num_blocks = -(-(chunk.cached + chunk.num_tokens) // spec.ring_block)
 
     def start(sinks_N: jax.Array) -> Partial:
-        return attention.start_partial(sinks_N, tokens, kv_heads, q_TNH.shape[2], call)
+        return xla.start_partial(sinks_N, tokens, kv_heads, q_TNH.shape[2], call)
 
-    def visit(queries: tuple[jax.Array, jax.Array]) -> tuple[attention.Result, jax.Array]:
+    def visit(queries: tuple[jax.Array, jax.Array]) -> tuple[xla.Result, jax.Array]:
         q_TNH, slots = queries
         visitor = dataclasses.replace(chunk, num_tokens=slots[0], split=slots[1], positions_T=slots[2:])
         blocks = QueryBlocks.of(visitor, spec.block_q)
         q_KTGH, positions_T = _queries(q_TNH, visitor, kv_heads, spec)
 
         def attend(block: jax.Array, partial: Partial) -> Partial:
-            return attention.attend(partial, q_KTGH, positions_T, blocks, *read_block(block), call)
+            return xla.attend(partial, q_KTGH, positions_T, blocks, *read_block(block), call)
 
         # The sink is counted where the queries are at home.
         partial = jax.lax.fori_loop(0, num_blocks, attend, start(jnp.full_like(sinks_N, -jnp.inf)))
@@ -264,7 +265,7 @@ def _pass_q(
     with jax.named_scope("pass_q"):
         slots = jnp.concatenate([jnp.stack([chunk.num_tokens, chunk.split]), chunk.positions_T])
         mine = _without_padding(start(sinks_N), tokens)[:3]
-        result, work = ring.pass_q(visit, attention.merge, (q_TNH, slots), mine)
+        result, work = ring.pass_q(visit, xla.merge, (q_TNH, slots), mine)
         return Partial(*result, work)
 
 
@@ -286,8 +287,8 @@ def _window_attention(
     call = spec.attention(config.sliding_window)
     band = halo.window_band(kv_TJH, tail_WJH, chunk, call.padding(kv_TJH.shape[0]))
     q_KTGH, positions_T = _queries(q_TNH, chunk, kv_heads, spec)
-    partial = attention.attend(
-        attention.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
+    partial = xla.attend(
+        xla.start_partial(sinks_N, q_TNH.shape[0], kv_heads, q_TNH.shape[2], call),
         q_KTGH,
         positions_T,
         QueryBlocks.of(chunk, spec.block_q),

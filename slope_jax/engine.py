@@ -17,32 +17,27 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from slope_jax.handoff import KVHeader, PrefillKV, hash_token_ids
-from slope_jax.kv_cache import (
-    HandOffCopies,
-    PageAllocator,
-    hand_off_copies,
-    make_read_pages,
-    requests_at_once,
-)
-from slope_jax.memory import MemoryReport, cache_bytes, fit_cache, format_bytes, measure, parse_bytes
-from slope_jax.mesh import distributed, pass_choice
+from slope_jax.execution.memory import MemoryReport, cache_bytes, fit_cache, format_bytes, measure, parse_bytes
+from slope_jax.execution.program_cache import compile_program, shapes_of
+from slope_jax.execution.spec import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form, default_block_q, stages_on
+from slope_jax.execution.tick import EngineState
+from slope_jax.kv.files import KVHeader, PrefillKV, hash_token_ids
+from slope_jax.kv.pool import HandOffCopies, PageAllocator, hand_off_copies, make_read_pages, requests_at_once
+from slope_jax.kv.shards import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.axes import PER_DEVICE, PP, RING, MeshShape, describe_mesh, make_mesh
 from slope_jax.mesh.layout import pack_chunk
-from slope_jax.model import weights
-from slope_jax.model.checkpoint import TensorSource
-from slope_jax.model.cost import Traffic
+from slope_jax.mesh.processes import distributed
+from slope_jax.model.checkpoint import weights
+from slope_jax.model.checkpoint.safetensors import TensorSource
+from slope_jax.model.counts.cost import Traffic
 from slope_jax.model.gpt_oss import GptOss
 from slope_jax.model.stage import StageWork
 from slope_jax.model.tokenizer import Tokenizer, load_tokenizer
-from slope_jax.program_cache import compile_program, shapes_of
-from slope_jax.programs import DTYPES, EXPERT_WEIGHTS, TickPrograms, all_reduce_form, default_block_q, stages_on
-from slope_jax.prompt_kv import PromptKVReader, PromptParts, gather_rows, local_parts, make_gather
 from slope_jax.request import ParsedRequest, Prompt, RequestLimits, parse_batch
 from slope_jax.result import NO_TOKEN, PrefillResult
 from slope_jax.sampling import sample_token
-from slope_jax.scheduler import ChunkWork, Scheduler
-from slope_jax.tick import EngineState
+from slope_jax.scheduling.scheduler import ChunkWork, Scheduler
 
 _TICKS_IN_FLIGHT = 2  # enough that the devices never wait for the host, few enough that first tokens are seen at once
 _READ_GROUP = 64  # pages that are copied out of the cache at a time
@@ -171,8 +166,8 @@ class Engine:
         block_q: int | None = None,
         block_kv: int = 512,
         page_tokens: int = 64,
-        ring_pass: str = pass_choice.AUTO,
-        machine: pass_choice.Machine | None = None,
+        ring_pass: str = ring_policy.AUTO,
+        machine: ring_policy.Machine | None = None,
     ) -> Engine:
         """Loads a checkpoint onto a mesh.
 
@@ -208,14 +203,14 @@ class Engine:
         _check_choice("dtype", dtype, tuple(DTYPES))
         _check_choice("expert_weights", expert_weights, EXPERT_WEIGHTS)
         form = all_reduce_form(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel, all_reduce=all_reduce)
-        _check_choice("ring_pass", ring_pass, pass_choice.RING_PASSES)
+        _check_choice("ring_pass", ring_pass, ring_policy.RING_PASSES)
         _check_positive("chunk_tokens", chunk_tokens)
         for name, value in (("block_kv", block_kv), ("page_tokens", page_tokens)):
             _check_positive(name, value)
             if value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, not {value}")
-        if machine is not None and not isinstance(machine, pass_choice.Machine):
-            raise ValueError(f"machine must be a pass_choice.Machine, not {machine!r}")
+        if machine is not None and not isinstance(machine, ring_policy.Machine):
+            raise ValueError(f"machine must be a ring_policy.Machine, not {machine!r}")
         if not isinstance(mesh, MeshShape):
             raise ValueError(f"mesh must be a MeshShape, not {type(mesh).__name__}")
         source = weights.open_source(checkpoint)
@@ -321,7 +316,7 @@ class Engine:
 
     def traffic(self, rounds: int = 1) -> Traffic:
         """What a device sends in a tick of the largest bucket, in which the ring has so many rounds."""
-        return self.programs.traffic(self.buckets[-1], pass_choice.KV, rounds)
+        return self.programs.traffic(self.buckets[-1], ring_policy.KV, rounds)
 
     def cache_bytes(self) -> int:
         """Bytes of a device that depend on the size of the KV cache: the cache, and copies on their way to the host."""

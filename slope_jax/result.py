@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from slope_jax.handoff import PrefillKV
+from slope_jax.kv.files import PrefillKV
 
 NO_TOKEN = -1  # the token id of a result with an error
 

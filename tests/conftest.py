@@ -14,7 +14,7 @@ import hypothesis
 import jax
 import pytest
 
-from slope_jax import program_cache
+from slope_jax.execution import program_cache
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import WriteCheckpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from slope_jax.mesh import pass_choice
+from slope_jax.mesh import ring_policy
 from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.layout import Layout, Memory, memory
@@ -83,10 +83,10 @@ def predict(
     num_tokens: int,
     *,
     replicas: int = 1,
-    ring_pass: str = pass_choice.AUTO,
+    ring_pass: str = ring_policy.AUTO,
 ) -> Prediction:
     """Predicts what a layout that fits does with prompts of `num_tokens` tokens (see `layout.refusal`)."""
-    machine = ring_machine(config, cluster, layout, num_tokens) if ring_pass == pass_choice.AUTO else None
+    machine = ring_machine(config, cluster, layout, num_tokens) if ring_pass == ring_policy.AUTO else None
     ticks = scheduler(config, layout.shape, layout.dtype, layout.chunk_tokens, num_tokens, ring_pass, machine)
     operations = OperationTimes(config, cluster, layout)
     alone = ticks.alone

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 
+from slope_jax.execution.spec import TickPrograms
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import predict
 from slope_jax.planner.layout import EXPERT, SEQUENCE, TENSOR, Layout
-from slope_jax.programs import TickPrograms
 
 
 class Forecast:

@@ -7,15 +7,15 @@ import functools
 
 import jax.numpy as jnp
 
+from slope_jax.execution.spec import DTYPES
 from slope_jax.mesh import all_reduce
 from slope_jax.mesh.axes import MeshShape
-from slope_jax.model import cost
 from slope_jax.model.config import GptOssConfig
-from slope_jax.model.stages import StagePlan, plan_stages
-from slope_jax.model.tensor_split import TensorSplit
+from slope_jax.model.counts import cost
+from slope_jax.model.parallel.tensor_split import TensorSplit
+from slope_jax.model.stage_plan import StagePlan, plan_stages
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.quantity import LOW
-from slope_jax.programs import DTYPES
 
 # Values of the ulysses axis: what its ranks do with a layer.
 SEQUENCE, EXPERT, TENSOR = "sequence", "expert", "tensor"

@@ -12,9 +12,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from slope_jax.execution.spec import EXPERT_WEIGHTS
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig, RopeConfig, read_json
 from slope_jax.model.published import PUBLISHED, find_config
-from slope_jax.programs import EXPERT_WEIGHTS
 
 _NO_WINDOW = 128  # of a model without window layers, where it has no influence
 # Which would need counts of their own.

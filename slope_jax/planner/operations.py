@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slope_jax.mesh import pass_choice
+from slope_jax.execution.spec import DTYPES
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.axes import RING
-from slope_jax.model import cost, kernel_cost
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig
-from slope_jax.model.cost import Collective
-from slope_jax.model.expert_parallel import ExchangeShape
+from slope_jax.model.counts import cost, kernel_cost
+from slope_jax.model.counts.cost import Collective
+from slope_jax.model.parallel.expert_parallel import ExchangeShape
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.fabric import Fabric
 from slope_jax.planner.layout import EXPERT, Layout, stages_of
 from slope_jax.planner.schedule import Schedule
-from slope_jax.programs import DTYPES
 
 Seconds = NDArray[np.float64]
 
@@ -254,7 +254,7 @@ class OperationTimes:
         )
         for bucket, block, queries in dict.fromkeys((b, k, r == 0) for b, k, r in settings):
             here = np.array([(b, k, r == 0) == (bucket, block, queries) for b, k, r in settings])
-            ring_pass = pass_choice.Q if queries else pass_choice.KV
+            ring_pass = ring_policy.Q if queries else ring_policy.KV
             hop = result = 0.0
             for name, collective, seconds in self._collectives(bucket, block, ring_pass):
                 if name != "ring":
@@ -283,10 +283,10 @@ class OperationTimes:
         return {name: factor * seconds * scale[name] for name, seconds in parts.items()}
 
 
-def ring_machine(config: GptOssConfig, cluster: Cluster, layout: Layout, num_tokens: int) -> pass_choice.Machine:
+def ring_machine(config: GptOssConfig, cluster: Cluster, layout: Layout, num_tokens: int) -> ring_policy.Machine:
     """What the engine has to know of the devices to choose what goes round the ring (`Engine.load(machine=...)`)."""
     share = cluster.attention(config.head_dim)(num_tokens)
     bandwidth = (
         Fabric(cluster, layout.shape).exchange("ppermute", (RING,)).bytes_per_s if layout.shape.ring > 1 else 1.0
     )
-    return pass_choice.Machine(attention_flops=cluster.matmul_flops * share, link_bandwidth=bandwidth)
+    return ring_policy.Machine(attention_flops=cluster.matmul_flops * share, link_bandwidth=bandwidth)

@@ -12,14 +12,14 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from slope_jax import audit_work
-from slope_jax.audit_work import Tick
-from slope_jax.mesh import pass_choice
+from slope_jax.audit import work
+from slope_jax.audit.work import Tick
+from slope_jax.execution.spec import TickPrograms
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.layout import active_ranks, length_buckets, plan_chunks, zigzag
 from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.layout import stages_of
-from slope_jax.programs import TickPrograms
 
 _PAGE, _BLOCK_KV = 64, 512  # what `Engine.load` takes when nothing else is asked for
 
@@ -51,7 +51,7 @@ class Schedule:
       bucket: tokens that the chunks of each tick are padded to.
       rounds: rounds in which KV goes round the ring in each tick; 0 where queries go.
       ring_block: KV slots that a rank sends in one round of each tick.
-      ring_pass: what goes round in most of the ticks, `pass_choice.KV` or `Q`.
+      ring_pass: what goes round in most of the ticks, `ring_policy.KV` or `Q`.
     """
 
     chunks: Chunks
@@ -96,8 +96,8 @@ class Scheduler:
         dtype: str,
         chunk_tokens: int,
         num_tokens: int,
-        ring_pass: str = pass_choice.AUTO,
-        machine: pass_choice.Machine | None = None,
+        ring_pass: str = ring_policy.AUTO,
+        machine: ring_policy.Machine | None = None,
     ):
         chunk_tokens = min(chunk_tokens, num_tokens)
         self.chunks = chunks_of(num_tokens, chunk_tokens, shape.ring, config.sliding_window)
@@ -125,7 +125,7 @@ class Scheduler:
     @functools.cached_property
     def alone(self) -> Schedule:
         """The ticks of one prompt that is alone in the pipeline."""
-        return self._schedule(audit_work.chunks_in_stages(len(self.chunks.length), self.programs.shape.pp))
+        return self._schedule(work.chunks_in_stages(len(self.chunks.length), self.programs.shape.pp))
 
     @functools.cached_property
     def steady(self) -> Schedule:
@@ -141,24 +141,24 @@ class Scheduler:
             present = [c for c in inside if c is not None]
             key = int(self.chunks.length[present].max()), int(self.chunks.held[present].max())
             if key not in found:
-                found[key] = audit_work.tick_of(self.programs, inside, self.chunks.length, self.chunks.held)
+                found[key] = work.tick_of(self.programs, inside, self.chunks.length, self.chunks.held)
             ticks.append(found[key])
         blocks = {bucket: self.programs.stage_spec(bucket).ring_block for bucket in {tick.bucket for tick in ticks}}
-        queries = sum(tick.ring_pass == pass_choice.Q for tick in ticks)
+        queries = sum(tick.ring_pass == ring_policy.Q for tick in ticks)
         return Schedule(
             chunks=self.chunks,
             inside=np.array([[-1 if c is None else c for c in inside] for inside in grid]).T,
             bucket=np.array([tick.bucket for tick in ticks]),
             rounds=np.array([tick.rounds for tick in ticks]),
             ring_block=np.array([blocks[tick.bucket] for tick in ticks]),
-            ring_pass=pass_choice.Q if 2 * queries > len(ticks) else pass_choice.KV,
+            ring_pass=ring_policy.Q if 2 * queries > len(ticks) else ring_policy.KV,
         )
 
 
 scheduler = functools.lru_cache(maxsize=4096)(Scheduler)  # many layouts differ in nothing that has a part in the ticks
 
 
-def one_pass(num_tokens: int, cached: int, ring: int, ring_pass: str = pass_choice.KV) -> Schedule:
+def one_pass(num_tokens: int, cached: int, ring: int, ring_pass: str = ring_policy.KV) -> Schedule:
     """A whole prompt as one chunk in one stage, with `cached` tokens before it, in the manner of arXiv 2411.01783.
 
     The KV of new and of cached tokens goes round the ring in one round, whatever its size.
@@ -170,7 +170,7 @@ def one_pass(num_tokens: int, cached: int, ring: int, ring_pass: str = pass_choi
         ),
         inside=np.zeros((1, 1), np.int64),
         bucket=np.array([num_tokens]),
-        rounds=np.array([1 if ring_pass == pass_choice.KV else 0]),
+        rounds=np.array([1 if ring_pass == ring_policy.KV else 0]),
         ring_block=np.array([held]),
         ring_pass=ring_pass,
     )

@@ -7,14 +7,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from slope_jax.mesh import pass_choice
+from slope_jax.execution.spec import EXPERT_WEIGHTS
+from slope_jax.mesh import ring_policy
 from slope_jax.mesh.axes import MeshShape
 from slope_jax.mesh.layout import smallest_bucket
 from slope_jax.model.config import GptOssConfig
 from slope_jax.planner.devices import Cluster
 from slope_jax.planner.evaluate import Prediction, predict
 from slope_jax.planner.layout import EXPERT, SEQUENCE, SPLITS, TENSOR, Layout, refusal
-from slope_jax.programs import EXPERT_WEIGHTS
 
 MODEL_ERROR = 0.05  # relative difference of two times below which the model does not tell them apart
 _CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -34,7 +34,7 @@ class Choices:
 
     expert_weights: tuple[str, ...] = EXPERT_WEIGHTS
     splits: tuple[str, ...] = SPLITS
-    ring_pass: str = pass_choice.AUTO
+    ring_pass: str = ring_policy.AUTO
 
 
 ALL = Choices()

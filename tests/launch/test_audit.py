@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from slope_jax import MeshShape
-from slope_jax.audit import Audit, audit, check_balance, check_length, check_memory, check_traffic
-from slope_jax.audit_traffic import exchange_key, traffic_rows
-from slope_jax.audit_work import Tick, plan_ticks, prompt_work
+from slope_jax.audit import hlo
+from slope_jax.audit.report import Audit, audit, check_balance, check_length, check_memory, check_traffic
+from slope_jax.audit.traffic import exchange_key, traffic_rows
+from slope_jax.audit.work import Tick, plan_ticks, prompt_work
+from slope_jax.execution.spec import TickPrograms
 from slope_jax.launch.audit import format_audit, summary_row
-from slope_jax.mesh import hlo
 from slope_jax.mesh.layout import zigzag
-from slope_jax.model import cost
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig, load_config
-from slope_jax.model.expert_parallel import ExchangeShape
+from slope_jax.model.counts import cost
+from slope_jax.model.parallel.expert_parallel import ExchangeShape
 from slope_jax.model.published import published_config
-from slope_jax.model.stages import plan_stages
-from slope_jax.programs import TickPrograms
+from slope_jax.model.stage_plan import plan_stages
 
 ROOT = pathlib.Path(__file__).parents[2]
 CUBE = MeshShape(2, 2, 2)

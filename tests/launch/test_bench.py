@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from absl import flags
 
-from slope_jax.launch import bench, bench_plot, bench_prefill
 from slope_jax.launch import make_checkpoint as maker
+from slope_jax.launch.bench import plot, prefill, program
+from slope_jax.launch.bench.timing import Timed
 from slope_jax.launch.flags import plot_function
-from slope_jax.launch.timing import Timed
 from slope_jax.mesh.axes import MeshShape
-from slope_jax.model import cost
+from slope_jax.model.counts import cost
 
 TINY = maker.PRESETS["tiny"].config()
 ROOT = pathlib.Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def test_rows_of_the_tiny_cases(tmp_path: pathlib.Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    cases = bench_prefill.CASES["tiny"]
+    cases = prefill.CASES["tiny"]
     engines = [row for row in rows if row["kind"] == "engine"]
     assert [row["mesh"] for row in engines] == ["1x1x1", "2x2x2"]
     for row in engines:
@@ -83,11 +83,11 @@ def test_rows_of_the_tiny_cases(tmp_path: pathlib.Path) -> None:
 
 def test_context_and_tensor_parallelism_are_measured_on_the_same_mesh(tmp_path: pathlib.Path) -> None:
     mesh = MeshShape(1, 1, 2)
-    settings = bench.Settings(
+    settings = program.Settings(
         model="tiny",
         num_layers=1,
         meshes=(mesh,),
-        cases=bench_prefill.product_of((mesh,), (30,), (1,)),
+        cases=prefill.product_of((mesh,), (30,), (1,)),
         expert_weights=("bfloat16",),
         parallelism=("context", "tensor"),
         all_reduce="tree",
@@ -97,7 +97,7 @@ def test_context_and_tensor_parallelism_are_measured_on_the_same_mesh(tmp_path: 
         repeats=1,
         max_tries=1,
     )
-    rows = list(bench.measure(settings))
+    rows = list(program.measure(settings))
     assert [(r["kind"], r["mesh"], r["parallelism"], r["all_reduce"]) for r in rows] == [
         (kind, "1x1x2", *how) for how in (("context", None), ("tensor", "tree")) for kind in ("engine", "prefill")
     ]
@@ -105,9 +105,9 @@ def test_context_and_tensor_parallelism_are_measured_on_the_same_mesh(tmp_path: 
     assert 2 / 3 < divided["experts"] / whole["experts"] < 0.68  # three blocks on two ranks: two on each
     context, tensor = (row for row in rows if row["kind"] == "prefill")
     np.testing.assert_allclose(tensor["relative_time"], context["share_of_peak"] / tensor["share_of_peak"])
-    labels = [style["label"] for style in bench_plot._styles([context, tensor]).values()]
+    labels = [style["label"] for style in plot._styles([context, tensor]).values()]
     assert [label.split(", ")[-1] for label in labels] == ["context parallel", "tensor parallel"]
-    bench_plot.plot(rows, str(tmp_path / "both.png"))
+    plot.plot(rows, str(tmp_path / "both.png"))
     assert matplotlib.image.imread(tmp_path / "both.png").std() > 0.05
 
 
@@ -135,9 +135,9 @@ def test_rows_of_one_prompt_are_those_of_its_times(monkeypatch: pytest.MonkeyPat
         seconds, rate = next(times)
         return Timed(value=function(), seconds=seconds, peak=rate, tries=1, is_steady=rate == 1e9)
 
-    monkeypatch.setattr(bench_prefill, "timed", fake_timed)
-    case = bench_prefill.PrefillCase(mesh=MeshShape(), prompt_tokens=50, concurrency=3)
-    row = bench_prefill.prefill_row(FakeEngine(), case, 2, lambda: 0.0, 1)  # type: ignore[arg-type]
+    monkeypatch.setattr(prefill, "timed", fake_timed)
+    case = prefill.PrefillCase(mesh=MeshShape(), prompt_tokens=50, concurrency=3)
+    row = prefill.prefill_row(FakeEngine(), case, 2, lambda: 0.0, 1)  # type: ignore[arg-type]
     total = 3 * cost.prompt_operations(TINY, 50).total
     assert row["batch_s"] == 3.0
     np.testing.assert_allclose(row["share_of_peak"], (total / 2e9 + total / 8e9) / 2)
@@ -158,15 +158,18 @@ def test_a_second_start_finds_the_programs_of_the_first() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: bench.open_model("nothing", None), r"'nothing' is neither a model \(demo, mini, tiny, gpt.* a folder"),
-        (lambda: bench.open_model("tiny", 5), r"num_layers must be in 1\.\.4 for tiny, not 5"),
-        (lambda: bench.open_model("/", 5), "/ is a checkpoint, of which all layers are used"),
-        (lambda: bench.parse_mesh("2x2"), "'2x2' is not a mesh"),
-        (lambda: bench.parse_mesh("2x2x0"), "ulysses.*0"),
-        (lambda: bench.parse_options(["chunk"]), "--option='chunk' is not of the form name=value"),
-        (lambda: bench.parse_options(["mesh=1"]), "mesh is not one of block_kv, block_q"),
-        (lambda: list(bench.read_rows("/nowhere.jsonl")), "/nowhere.jsonl: cannot be read"),
-        (lambda: bench_plot.plot([{"kind": "engine"}], "x.png"), "no prefill"),
+        (
+            lambda: program.open_model("nothing", None),
+            r"'nothing' is neither a model \(demo, mini, tiny, gpt.* a folder",
+        ),
+        (lambda: program.open_model("tiny", 5), r"num_layers must be in 1\.\.4 for tiny, not 5"),
+        (lambda: program.open_model("/", 5), "/ is a checkpoint, of which all layers are used"),
+        (lambda: program.parse_mesh("2x2"), "'2x2' is not a mesh"),
+        (lambda: program.parse_mesh("2x2x0"), "ulysses.*0"),
+        (lambda: program.parse_options(["chunk"]), "--option='chunk' is not of the form name=value"),
+        (lambda: program.parse_options(["mesh=1"]), "mesh is not one of block_kv, block_q"),
+        (lambda: list(program.read_rows("/nowhere.jsonl")), "/nowhere.jsonl: cannot be read"),
+        (lambda: plot.plot([{"kind": "engine"}], "x.png"), "no prefill"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(call: Callable[[], Any], message: str) -> None:
@@ -198,11 +201,11 @@ def test_what_cannot_be_measured_is_refused(call: Callable[[], Any], message: st
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_runs(given: list[str], message: str) -> None:
     values = flags.FlagValues()
-    bench.define_flags(values)
+    program.define_flags(values)
     values(["bench", "--model=tiny", "--meshes=1x1x1", *given])
     config = maker.PRESETS["tiny"].config()
     with pytest.raises(ValueError, match=re.escape(message)):
-        bench.check(config, bench.read_settings(values), jax.devices()[:1])
+        program.check(config, program.read_settings(values), jax.devices()[:1])
 
 
 @pytest.mark.parametrize(
@@ -226,18 +229,18 @@ def test_a_refusal_ends_the_program_with_the_reason(given: list[str], message: s
 def test_rows_of_another_program_are_refused(tmp_path: pathlib.Path, line: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"kind": "engine"}\n' + line + "\n")
     with pytest.raises(ValueError, match="line 2: not a"):
-        list(bench.read_rows(str(tmp_path / "rows.jsonl")))
+        list(program.read_rows(str(tmp_path / "rows.jsonl")))
 
 
 def test_a_plot_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "slope_jax.launch.bench_plot", None)
+    monkeypatch.setitem(sys.modules, "slope_jax.launch.bench.plot", None)
     with pytest.raises(ValueError, match=r"--plot needs matplotlib \(the extra bench\)"):
-        plot_function("slope_jax.launch.bench_plot")
+        plot_function("slope_jax.launch.bench.plot")
 
 
 def test_options_are_python_values_or_texts() -> None:
     texts = ["memory_budget=4GiB", "page_tokens=32", "block_q=None", "kv_cache_tokens='5'"]
-    assert bench.parse_options(texts) == {
+    assert program.parse_options(texts) == {
         "memory_budget": "4GiB",
         "page_tokens": 32,
         "block_q": None,

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slope_jax.launch import bench_operations as bench
+from slope_jax.launch.bench import operations as bench
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.launch.random_weights import RandomSource
 from slope_jax.mesh.axes import MeshShape, make_mesh
-from slope_jax.model import cost, mxfp4
 from slope_jax.model.config import FULL
+from slope_jax.model.counts import cost
+from slope_jax.model.ops import mxfp4
 from tests.model.test_attention import plain
 
 CONFIG = PRESETS["tiny"].config()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slope_jax.handoff import KVHeader, LayerKV, PrefillKV
+from slope_jax.kv.files import KVHeader, LayerKV, PrefillKV
 from slope_jax.launch import compare as comparing
 from slope_jax.launch import make_checkpoint as maker
 from slope_jax.launch.compare import Difference, compare

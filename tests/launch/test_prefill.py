@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slope_jax.handoff import load_kv
+from slope_jax.kv.files import load_kv
 from slope_jax.launch import make_checkpoint as maker
 from slope_jax.launch.outputs import folder_name
 from slope_jax.launch.prompt_lines import PromptLine, read_prompt_lines

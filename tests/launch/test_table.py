@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from slope_jax.handoff import KVHeader, LayerSpan, PrefillKV
-from slope_jax.launch.table import format_results
+from slope_jax.kv.files import KVHeader, LayerSpan, PrefillKV
+from slope_jax.launch.tables import format_results
 from slope_jax.result import PrefillResult
 
 

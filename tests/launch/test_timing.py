@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from slope_jax.launch.timing import MatmulPeak, timed
+from slope_jax.launch.bench.timing import MatmulPeak, timed
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from slope_jax.mesh import distributed
-from slope_jax.mesh.heartbeat import Limits
+from slope_jax.mesh.processes import distributed
+from slope_jax.mesh.processes.heartbeat import Limits
 
 COLLECTIVES_BEFORE_THE_CASE = 40
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slope_jax.mesh import all_reduce, hlo
+from slope_jax.audit import hlo
+from slope_jax.mesh import all_reduce
 from slope_jax.mesh.axes import PER_DEVICE, ULYSSES, MeshShape, make_mesh
-from slope_jax.model.bits import from_bits, to_bits
+from slope_jax.model.storage import from_bits, to_bits
 
 SHAPE = MeshShape(1, 2, 4)
 TOKENS, WIDTH = 8, 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from slope_jax.mesh.buffers import largest_temporaries
+from slope_jax.audit.buffers import largest_temporaries
 
 
 def test_largest_temporaries() -> None:

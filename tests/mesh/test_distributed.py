@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from slope_jax.mesh import distributed
-from slope_jax.mesh.heartbeat import Limits
+from slope_jax.mesh.processes import distributed
+from slope_jax.mesh.processes.heartbeat import Limits
 
 JOB = pathlib.Path(__file__).with_name("job.py")
 START_LIMIT_S = 120.0  # two imports of jax on a busy machine

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from slope_jax.mesh import links, relay
-from slope_jax.mesh.heartbeat import Heartbeat, Limits, PeerLostError
+from slope_jax.mesh.processes import links, relay
+from slope_jax.mesh.processes.heartbeat import Heartbeat, Limits, PeerLostError
 
 LIMITS = Limits(beat_s=0.1, silence_s=1.0, grace_s=0.1)
 WAIT_S = 20.0

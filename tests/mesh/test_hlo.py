@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from slope_jax.mesh import hlo
+from slope_jax.audit import hlo
 from slope_jax.mesh.axes import AXES, PER_DEVICE, MeshShape, make_mesh
 
 SIZES = {"pp": 2, "ring": 2, "ulysses": 2}

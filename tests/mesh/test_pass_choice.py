@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from slope_jax.mesh.pass_choice import AUTO, KV, HopCosts, Machine, PassRule, Q, choose_pass
+from slope_jax.mesh.ring_policy import AUTO, KV, HopCosts, Machine, PassRule, Q, choose_pass
 
 # Table 4: milliseconds to the first token of Llama3 405B on 4 context-parallel ranks, of 128,000 tokens in all, by the
 # number of new tokens.

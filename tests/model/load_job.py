@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from slope_jax.mesh.axes import MeshShape, make_mesh
-from slope_jax.model import orbax_io
-from slope_jax.model.checkpoint import Checkpoint
+from slope_jax.model.checkpoint import orbax
+from slope_jax.model.checkpoint.safetensors import Checkpoint
+from slope_jax.model.checkpoint.weights import load_model
 from slope_jax.model.config import load_config
-from slope_jax.model.stages import plan_stages
-from slope_jax.model.weights import load_model
+from slope_jax.model.stage_plan import plan_stages
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     if job:
         jax.distributed.initialize(job[0], num_processes, int(job[2]))
     config = load_config(directory)
-    form = orbax_io.ConvertedCheckpoint if orbax_io.is_converted(directory) else Checkpoint
+    form = orbax.ConvertedCheckpoint if orbax.is_converted(directory) else Checkpoint
     source = form.open(directory)
     mesh = make_mesh(shape)
     before = peak_memory()

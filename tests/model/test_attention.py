@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from slope_jax.mesh.layout import PAD_POSITION, ChunkView
-from slope_jax.model.attention import AttentionSpec, Partial, QueryBlocks, attend, finish_partial, merge, start_partial
+from slope_jax.model.ops.attention.xla import (
+    AttentionSpec,
+    Partial,
+    QueryBlocks,
+    attend,
+    finish_partial,
+    merge,
+    start_partial,
+)
 from tests import on_mesh
 
 RNG = np.random.default_rng(0)

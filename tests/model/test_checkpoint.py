@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from slope_jax.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from slope_jax.model.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import TOY, WriteCheckpoint
 

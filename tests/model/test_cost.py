@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from slope_jax import Engine, MeshShape
-from slope_jax.mesh import hlo
+from slope_jax.audit import hlo
 from slope_jax.mesh.axes import make_mesh
-from slope_jax.model import cost
-from slope_jax.model.checkpoint import expected_tensors
+from slope_jax.model.checkpoint.safetensors import expected_tensors
 from slope_jax.model.config import FULL, GptOssConfig, load_config
+from slope_jax.model.counts import cost
 from slope_jax.model.gpt_oss import abstract_model
+from slope_jax.model.parallel.tensor_split import TensorSplit
 from slope_jax.model.published import PUBLISHED, find_config, published_config
-from slope_jax.model.stages import plan_stages
-from slope_jax.model.tensor_split import TensorSplit
+from slope_jax.model.stage_plan import plan_stages
 from tests.model.test_config import EXPECTED
 
 BIG = published_config("gpt-oss-120b")

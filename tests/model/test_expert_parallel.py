@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from slope_jax.mesh.axes import PER_DEVICE, ULYSSES, MeshShape, make_mesh
-from slope_jax.model import expert_parallel, moe
-from slope_jax.model.expert_parallel import ExchangeShape
+from slope_jax.model.ops.experts import xla
+from slope_jax.model.parallel import expert_parallel
+from slope_jax.model.parallel.expert_parallel import ExchangeShape
 from tests.model.test_moe import CONFIG, tokenwise
 
 SMALL = dataclasses.replace(CONFIG, num_experts=16)
@@ -41,13 +42,13 @@ def compiled(config: Any, shape: MeshShape, tokens: int, dtype: Any, *, parallel
 
     def layer(x: Any, logits: Any, valid: Any, w: dict[str, Any]) -> Any:
         x, logits, valid = x[0, 0, 0], logits[0, 0, 0], valid[0, 0, 0]
-        routing = moe.route(logits, config.experts_per_token)
+        routing = xla.route(logits, config.experts_per_token)
         read = lambda e: (w["gate_up"][e], w["down"][e])  # noqa: E731
         biases = w["gate_up_bias"], w["down_bias"]
         if parallel:
             y, rounds = expert_parallel.expert_parallel_mlp(x, routing, valid, config, read, *biases)
         else:
-            y, rounds = moe.grouped_mlp(x, routing, valid, config, read, *biases), jnp.zeros((), jnp.int32)
+            y, rounds = xla.grouped_mlp(x, routing, valid, config, read, *biases), jnp.zeros((), jnp.int32)
         return y[None, None, None], rounds
 
     mesh = make_mesh(shape, jax.devices()[: shape.num_devices])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slope_jax.model.kernel_cost import elementwise_bytes, grouped_rows, used_experts
+from slope_jax.model.counts.kernel_cost import elementwise_bytes, grouped_rows, used_experts
 from slope_jax.model.published import published_config
 
 

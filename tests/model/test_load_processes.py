@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from slope_jax.model import orbax_io
-from slope_jax.model.checkpoint import Checkpoint, expected_tensors
+from slope_jax.model.checkpoint import orbax
+from slope_jax.model.checkpoint.safetensors import Checkpoint, expected_tensors
 from slope_jax.model.config import load_config
-from slope_jax.model.stages import plan_stages
+from slope_jax.model.stage_plan import plan_stages
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import TOY
 
@@ -51,7 +51,7 @@ def test_two_processes_read_their_own_half(toy_dir: pathlib.Path, tmp_path: path
     directory = toy_dir
     if form == "orbax":
         directory = tmp_path / "converted"
-        orbax_io.convert(Checkpoint.open(toy_dir), directory)
+        orbax.convert(Checkpoint.open(toy_dir), directory)
     first, second, alone = run_two_and_one(str(directory), "2x2x2", "bfloat16", "unpacked", "whole")
 
     if form == "orbax":  # the vocabulary is small enough here to be a single chunk
@@ -80,7 +80,7 @@ def test_two_processes_read_their_own_experts(toy_dir: pathlib.Path, tmp_path: p
                 wanted += tensor.nbytes // (2 if ".experts." in name else 1)
         assert result["bytes_read"] == wanted
 
-    orbax_io.convert(Checkpoint.open(toy_dir), tmp_path / "converted")
+    orbax.convert(Checkpoint.open(toy_dir), tmp_path / "converted")
     first, second, alone = run_two_and_one(str(tmp_path / "converted"), "1x1x2", "bfloat16", "packed", "split")
     kernels = sum(t.nbytes for name, t in tensors.items() if name.endswith(("_blocks", "_scales")))
     assert max(first["bytes_read"], second["bytes_read"]) <= alone["bytes_read"] - kernels // 2

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from slope_jax.model import moe
 from slope_jax.model.config import FULL, GptOssConfig, RopeConfig
+from slope_jax.model.ops.experts import xla
 from tests import on_mesh
 
 CONFIG = GptOssConfig(
@@ -34,14 +34,14 @@ CONFIG = GptOssConfig(
 def test_router_weights() -> None:
     """Case G10: the softmax runs over the chosen logits alone."""
     logits = jnp.concatenate([jnp.array([2, 1.5, 1, 0.5]), jnp.zeros(124)])[None]
-    routing = moe.route(logits, 4)
+    routing = xla.route(logits, 4)
     np.testing.assert_array_equal(routing.experts_TX[0], [0, 1, 2, 3])
     np.testing.assert_allclose(routing.weights_TX[0], [0.45505, 0.27600, 0.16741, 0.10154], atol=1e-5)
 
 
 def test_ties_go_to_the_lower_expert() -> None:
     logits = jnp.array([[1.0, 3.0, 3.0, 3.0, 0.0, 3.0]])
-    np.testing.assert_array_equal(moe.route(logits, 3).experts_TX[0], [1, 2, 3])
+    np.testing.assert_array_equal(xla.route(logits, 3).experts_TX[0], [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_ties_go_to_the_lower_expert() -> None:
 )
 def test_activation_points(gate: float, up: float, expected: float) -> None:
     """Case G12: the gate is clamped from above only."""
-    value = float(moe.clamped_swiglu(jnp.float32(gate), jnp.float32(up), 7.0, 1.702))
+    value = float(xla.clamped_swiglu(jnp.float32(gate), jnp.float32(up), 7.0, 1.702))
     assert value == pytest.approx(expected, rel=2e-6, abs=1e-7)
 
 
@@ -71,9 +71,9 @@ def grouped(x: np.ndarray, logits: np.ndarray, valid: np.ndarray, weights: dict[
     w = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
 
     def run(x: jnp.ndarray, logits: jnp.ndarray, valid: jnp.ndarray) -> jnp.ndarray:
-        routing = moe.route(logits, CONFIG.experts_per_token)
+        routing = xla.route(logits, CONFIG.experts_per_token)
         read = lambda e: (w["gate_up"][e], w["down"][e])  # noqa: E731
-        return moe.grouped_mlp(x, routing, valid, CONFIG, read, w["gate_up_bias"], w["down_bias"])
+        return xla.grouped_mlp(x, routing, valid, CONFIG, read, w["gate_up_bias"], w["down_bias"])
 
     return np.asarray(on_mesh.run(run, jnp.asarray(x, jnp.float32), jnp.asarray(logits, jnp.float32), valid))
 
@@ -121,7 +121,7 @@ def test_rows_worked_on_are_few(tokens: int, experts: int, choices: int) -> None
     """Case J04: with random routing, the blocks hold less than twice the rows that exist, and a block at the least."""
     rng = np.random.default_rng(0)
     chosen = np.argsort(rng.random((tokens, experts)), axis=1)[:, :choices]
-    sizes = moe._block_sizes(tokens * choices, experts)
+    sizes = xla._block_sizes(tokens * choices, experts)
     rows = 0
     for count in np.bincount(chosen.ravel(), minlength=experts):
         left = int(count)

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from slope_jax.model import mxfp4
+from slope_jax.model.ops import mxfp4
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)

@@ -17,11 +17,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from slope_jax.mesh.axes import MeshShape, make_mesh
-from slope_jax.model import orbax_io, weights
-from slope_jax.model.checkpoint import Checkpoint
+from slope_jax.model.checkpoint import orbax, weights
+from slope_jax.model.checkpoint.orbax import ConvertedCheckpoint
+from slope_jax.model.checkpoint.safetensors import Checkpoint
 from slope_jax.model.config import load_config
-from slope_jax.model.orbax_io import ConvertedCheckpoint
-from slope_jax.model.stages import plan_stages
+from slope_jax.model.stage_plan import plan_stages
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import TOY, WIDE, WriteCheckpoint
 
@@ -49,7 +49,7 @@ def assert_same_bits(actual: list[jax.Array], wanted: list[jax.Array]) -> None:
 @pytest.fixture(scope="module")
 def converted(toy_dir: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     output = tmp_path_factory.mktemp("converted") / "toy"
-    orbax_io.convert(Checkpoint.open(toy_dir), output)
+    orbax.convert(Checkpoint.open(toy_dir), output)
     return output
 
 
@@ -79,10 +79,10 @@ def test_pieces_parts_and_unpacked_experts_join_exactly(
     checkpoint: WriteCheckpoint, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = checkpoint(WIDE)
-    monkeypatch.setattr(orbax_io, "PIECE_BYTES", 30_000)
-    monkeypatch.setattr(orbax_io, "PART_BYTES", 500_000)
-    monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 5_000)
-    orbax_io.convert(Checkpoint.open(source), tmp_path / "out", dtype="bfloat16", experts="bfloat16")
+    monkeypatch.setattr(orbax, "PIECE_BYTES", 30_000)
+    monkeypatch.setattr(orbax, "PART_BYTES", 500_000)
+    monkeypatch.setattr(orbax, "CHUNK_BYTES", 5_000)
+    orbax.convert(Checkpoint.open(source), tmp_path / "out", dtype="bfloat16", experts="bfloat16")
     assert len(list((tmp_path / "out").glob("part_*"))) > 3
     assert not ConvertedCheckpoint.open(tmp_path / "out").quantized
     assert_same_bits(load(tmp_path / "out", (1, 3, 1), BFLOAT16, False), load(source, (1, 3, 1), BFLOAT16, False))
@@ -93,9 +93,9 @@ def test_pieces_parts_and_unpacked_experts_join_exactly(
 def test_a_part_of_a_tensor_needs_only_its_chunks(
     checkpoint: WriteCheckpoint, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orbax_io, "PIECE_BYTES", 20_000)
-    monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 2_000)
-    orbax_io.convert(Checkpoint.open(checkpoint(TOY)), tmp_path / "out")
+    monkeypatch.setattr(orbax, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(orbax, "CHUNK_BYTES", 2_000)
+    orbax.convert(Checkpoint.open(checkpoint(TOY)), tmp_path / "out")
     source = Checkpoint.open(checkpoint(TOY))
     result = ConvertedCheckpoint.open(tmp_path / "out")
     name = "model.layers.4.mlp.experts.gate_up_proj_blocks"
@@ -126,8 +126,8 @@ def test_every_part_is_an_orbax_checkpoint(toy_dir: pathlib.Path, converted: pat
 
 def test_what_was_rounded_is_not_loaded_as_float32(checkpoint: WriteCheckpoint, tmp_path: pathlib.Path) -> None:
     source = checkpoint(TOY, experts="float32", dtype="float32")
-    orbax_io.convert(Checkpoint.open(source), tmp_path / "narrow", dtype="bfloat16")
-    orbax_io.convert(Checkpoint.open(source), tmp_path / "wide", dtype="float32")
+    orbax.convert(Checkpoint.open(source), tmp_path / "narrow", dtype="bfloat16")
+    orbax.convert(Checkpoint.open(source), tmp_path / "wide", dtype="float32")
     with pytest.raises(ValueError, match="converted for bfloat16 and cannot be loaded as float32"):
         load(tmp_path / "narrow", (1, 1, 1), FLOAT32, False)
     assert_same_bits(load(tmp_path / "wide", (1, 1, 1), FLOAT32, False), load(source, (1, 1, 1), FLOAT32, False))
@@ -141,13 +141,13 @@ def test_what_was_rounded_is_not_loaded_as_float32(checkpoint: WriteCheckpoint, 
 def test_conversions_that_are_refused(checkpoint: WriteCheckpoint, tmp_path: pathlib.Path) -> None:
     plain = Checkpoint.open(checkpoint(TOY, experts="bfloat16"))
     with pytest.raises(ValueError, match="not quantised and cannot be written in mxfp4"):
-        orbax_io.convert(plain, tmp_path / "out", experts="mxfp4")
+        orbax.convert(plain, tmp_path / "out", experts="mxfp4")
     with pytest.raises(ValueError, match="must be bfloat16 or float32, not float16"):
-        orbax_io.convert(plain, tmp_path / "out", dtype="float16")
+        orbax.convert(plain, tmp_path / "out", dtype="float16")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ValueError, match="full: exists already"):
-        orbax_io.convert(plain, tmp_path / "full")
+        orbax.convert(plain, tmp_path / "full")
 
 
 @pytest.mark.parametrize("experts", ["mxfp4", "bfloat16"])
@@ -159,12 +159,12 @@ def test_a_scale_of_255_is_not_converted(toy_dir: pathlib.Path, tmp_path: pathli
         file.seek(info.offset)
         file.write(b"\xff")
     with pytest.raises(ValueError, match=rf"{name}.*\(0, 0, 0\) is 255"):
-        orbax_io.convert(source, tmp_path / "out", experts=experts)
-    assert not orbax_io.is_converted(tmp_path / "out")
+        orbax.convert(source, tmp_path / "out", experts=experts)
+    assert not orbax.is_converted(tmp_path / "out")
 
 
 def edit_index(directory: pathlib.Path, change: Any) -> None:
-    path = directory / orbax_io.INDEX_FILE
+    path = directory / orbax.INDEX_FILE
     index = json.loads(path.read_text())
     change(index)
     path.write_text(json.dumps(index))
@@ -202,8 +202,8 @@ def test_an_index_that_disagrees_is_refused(broken: pathlib.Path) -> None:
 
 
 def test_another_format_version_is_refused(broken: pathlib.Path) -> None:
-    marker = json.loads((broken / orbax_io.MARKER_FILE).read_text())
-    (broken / orbax_io.MARKER_FILE).write_text(json.dumps(marker | {"format_version": 2}))
+    marker = json.loads((broken / orbax.MARKER_FILE).read_text())
+    (broken / orbax.MARKER_FILE).write_text(json.dumps(marker | {"format_version": 2}))
     with pytest.raises(ValueError, match="format version 2 is not 1"):
         ConvertedCheckpoint.open(broken)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slope_jax.model.config import FULL, SLIDING
-from slope_jax.model.stages import plan_stages
+from slope_jax.model.stage_plan import plan_stages
 
 KINDS = {"S": SLIDING, "F": FULL}
 

@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from slope_jax.mesh.axes import MeshShape, make_mesh
-from slope_jax.model import weights
-from slope_jax.model.checkpoint import Checkpoint
+from slope_jax.model.checkpoint import weights
+from slope_jax.model.checkpoint.placement import ShardBuilder
+from slope_jax.model.checkpoint.safetensors import Checkpoint
 from slope_jax.model.config import SLIDING, load_config
-from slope_jax.model.placement import ShardBuilder
-from slope_jax.model.stages import StagePlan, plan_stages
-from slope_jax.model.tensor_split import TensorSplit
+from slope_jax.model.parallel.tensor_split import TensorSplit
+from slope_jax.model.stage_plan import StagePlan, plan_stages
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import TOY, TOY_IRREGULAR, WIDE, TinyModel, WriteCheckpoint
 

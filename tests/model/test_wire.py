@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from slope_jax.model import wire
+from slope_jax.model.parallel import wire
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint16, np.int16, ml_dtypes.bfloat16], ids=str)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from slope_jax import MeshShape
-from slope_jax.audit_work import plan_ticks, prompt_work
+from slope_jax.audit.work import plan_ticks, prompt_work
 from slope_jax.mesh.layout import RankTokens, plan_chunks, zigzag
 from slope_jax.model.config import FULL, SLIDING
+from slope_jax.model.counts.attention_blocks import chunk_work
 from slope_jax.model.stage import StageSpec
-from slope_jax.model.work import chunk_work
 from tests.slope_jax import engines
 
 

@@ -7,7 +7,7 @@ import sys
 import jax
 
 from slope_jax import Engine, MeshShape
-from slope_jax.mesh import distributed
+from slope_jax.mesh.processes import distributed
 
 
 def main() -> int:

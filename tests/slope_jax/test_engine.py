@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from slope_jax import Engine, MeshShape, Request, load_kv
-from slope_jax.mesh import distributed
-from slope_jax.model import weights
+from slope_jax.mesh.processes import distributed
+from slope_jax.model.checkpoint import weights
 from slope_jax.result import NO_TOKEN
 from tests.oracle import checkpoints
 from tests.slope_jax.engines import check, engine, oracle

@@ -17,7 +17,7 @@ from slope_jax import Engine, MeshShape
 from slope_jax.mesh.axes import make_mesh
 from slope_jax.model.config import load_config
 from slope_jax.model.gpt_oss import abstract_model
-from slope_jax.model.stages import plan_stages
+from slope_jax.model.stage_plan import plan_stages
 from tests.oracle import checkpoints, golden
 from tests.oracle.checkpoints import TOY, TOY8, TOY_IRREGULAR, WIDE, TinyModel, WriteCheckpoint
 from tests.slope_jax.engines import check, engine

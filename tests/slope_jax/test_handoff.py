@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from slope_jax.handoff import KVHeader, LayerKV, PrefillKV, hash_token_ids, load_kv
+from slope_jax.kv.files import KVHeader, LayerKV, PrefillKV, hash_token_ids, load_kv
 from slope_jax.model.config import FULL, SLIDING, GptOssConfig, RopeConfig
 
 KINDS = (SLIDING, FULL, SLIDING, SLIDING, FULL)

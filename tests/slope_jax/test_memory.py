@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 
 from slope_jax import Engine, MeshShape
-from slope_jax.kv_cache import CacheShape, PageAllocator
+from slope_jax.execution.memory import MemoryReport, fit_cache, format_bytes, parse_bytes
+from slope_jax.kv.pool import CacheShape, PageAllocator
 from slope_jax.launch.make_checkpoint import PRESETS, make_checkpoint
 from slope_jax.launch.random_weights import RandomSource
-from slope_jax.memory import MemoryReport, fit_cache, format_bytes, parse_bytes
-from slope_jax.model import cost, weights
+from slope_jax.model.checkpoint import weights
+from slope_jax.model.counts import cost
 from tests.oracle import checkpoints
 from tests.slope_jax.engines import check
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from slope_jax import Engine, MeshShape, program_cache
+from slope_jax import Engine, MeshShape
+from slope_jax.execution import program_cache
+from slope_jax.execution.spec import TickPrograms
 from slope_jax.mesh.axes import make_mesh
-from slope_jax.programs import TickPrograms
 from tests.oracle import checkpoints
 from tests.slope_jax.engines import check
 
@@ -146,8 +147,9 @@ def test_a_program_that_jax_has_kept_already_can_be_found_again(toy_dir: pathlib
 EDITED = """
 import sys
 import jax
-from slope_jax import Engine, program_cache
-from slope_jax.programs import TickPrograms
+from slope_jax import Engine
+from slope_jax.execution import program_cache
+from slope_jax.execution.spec import TickPrograms
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[2])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

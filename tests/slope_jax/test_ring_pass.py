@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from slope_jax import Engine, MeshShape
-from slope_jax.mesh import hlo
+from slope_jax.audit import hlo
 from slope_jax.mesh.layout import zigzag
-from slope_jax.mesh.pass_choice import HopCosts, Machine
+from slope_jax.mesh.ring_policy import HopCosts, Machine
 from tests.oracle import checkpoints
 from tests.oracle.checkpoints import WriteCheckpoint
 from tests.slope_jax.engines import check, engine

@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from slope_jax.safetensors_stream import SafetensorsWriter
+from slope_jax.model.checkpoint.safetensors_writer import SafetensorsWriter
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TENSORS = {

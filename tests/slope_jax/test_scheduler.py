@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slope_jax.kv_cache import Allocation, CacheShape, PageAllocator
-from slope_jax.scheduler import ChunkWork, Scheduler
+from slope_jax.kv.pool import Allocation, CacheShape, PageAllocator
+from slope_jax.scheduling.scheduler import ChunkWork, Scheduler
 
 SHAPE = CacheShape(page=8, pages=100, table=80, requests=4)
 

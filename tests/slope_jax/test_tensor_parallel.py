@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from slope_jax import Engine, MeshShape
+from slope_jax.execution.spec import TickPrograms
 from slope_jax.mesh.axes import make_mesh
-from slope_jax.model import cost
 from slope_jax.model.config import load_config
+from slope_jax.model.counts import cost
 from slope_jax.model.gpt_oss import abstract_model
-from slope_jax.model.stages import plan_stages
-from slope_jax.model.tensor_split import TensorSplit
-from slope_jax.programs import TickPrograms
+from slope_jax.model.parallel.tensor_split import TensorSplit
+from slope_jax.model.stage_plan import plan_stages
 from tests.oracle import golden
 from tests.oracle.checkpoints import TOY, TOY8, TOY_IRREGULAR, WIDE, TinyModel, WriteCheckpoint
 from tests.slope_jax.engines import check, engine, steady_prompt

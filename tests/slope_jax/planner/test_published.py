@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from slope_jax import MeshShape
-from slope_jax.model import cost
+from slope_jax.model.counts import cost
 from slope_jax.model.published import published_config
 from slope_jax.planner import Cluster, Layout
 from slope_jax.planner.fit import Fit, fit

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from slope_jax import MeshShape
-from slope_jax.audit_work import plan_ticks
+from slope_jax.audit.work import plan_ticks
+from slope_jax.execution.spec import TickPrograms
 from slope_jax.launch.make_checkpoint import PRESETS
 from slope_jax.mesh.layout import plan_chunks, zigzag
-from slope_jax.model.stages import plan_stages
+from slope_jax.model.stage_plan import plan_stages
 from slope_jax.planner.schedule import Scheduler, one_pass
-from slope_jax.programs import TickPrograms
 
 MINI = PRESETS["mini"].config()
 
